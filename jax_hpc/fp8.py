@@ -1,0 +1,43 @@
+"""The one fp8 quantisation rule of the library (e4m3, saturating, scales multiply).
+
+Every operator, weight helper and module quantises through these functions, so that a value
+quantised ahead of a call has the same bits as one quantised inside it.
+"""
+
+import jax
+import jax.numpy as jnp
+
+E4M3 = jnp.float8_e4m3fn
+E4M3_MAX = 448.0
+
+
+def saturate_cast(x: jax.Array) -> jax.Array:
+    """Cast to float8_e4m3fn, clamping to +-448; NaN stays NaN.
+
+    A plain conversion turns values from 465 on into NaN, since e4m3fn has no infinity.
+    """
+    return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(E4M3)
+
+
+def amax_scale(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
+    """Dynamic scale over ``axis``: float32 ``amax(|x|) / 448``, and 1.0 where amax is 0.
+
+    The reduced axes are dropped. ``dequantize(quantize(x, s), s)`` then spans x's full range.
+    """
+    amax = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axis, initial=0.0)
+    return jnp.where(amax == 0.0, jnp.float32(1.0), amax / jnp.float32(E4M3_MAX))
+
+
+def quantize(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """``saturate_cast(float32(x) * (1 / scale))``; ``scale`` must broadcast against ``x``.
+
+    The reciprocal is rounded to float32 first: one division per scale instead of one per
+    element, and a rule that a kernel can repeat bit for bit.
+    """
+    reciprocal = jnp.float32(1.0) / scale.astype(jnp.float32)
+    return saturate_cast(x.astype(jnp.float32) * reciprocal)
+
+
+def dequantize(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """``float32(x) * scale``; ``scale`` must broadcast against ``x``."""
+    return x.astype(jnp.float32) * scale.astype(jnp.float32)
