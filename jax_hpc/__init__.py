@@ -2,6 +2,7 @@
 
 from jax_hpc import _registry
 from jax_hpc._registry import info
+from jax_hpc._version import __version__
 from jax_hpc.ops import (
     SplitWeight,
     router_gemm,
@@ -10,12 +11,12 @@ from jax_hpc.ops import (
 from jax_hpc.types import FallbackWarning, Implementation
 
 _registry.register_targets()
-__version__ = _registry.version()
 
 __all__ = [
     "FallbackWarning",
     "Implementation",
     "SplitWeight",
+    "__version__",
     "info",
     "router_gemm",
     "split_router_weight",

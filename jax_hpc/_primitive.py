@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from jax_hpc import _registry
 from jax_hpc._checks import check_choice
+from jax_hpc._version import __version__
 from jax_hpc.types import IMPLEMENTATIONS, FallbackWarning
 
 Form = Callable[[Any, Any], Any]
@@ -97,7 +98,7 @@ class Operator:
     def why_no_kernel(self, operands: Any, params: Any) -> str | None:
         """Why no kernel takes this call on the machine at hand; None when one does."""
         if self.kernel is None:
-            return f"jax_hpc {_registry.version()} has none for this operator"
+            return f"jax_hpc {__version__} has none for this operator"
         return _registry.unusable_reason() or self.kernel.unsupported(operands, params)
 
     # The primitive and its rules.
@@ -116,9 +117,7 @@ class Operator:
     def _abstract(self, *avals: Any, tree: Any, params: Any, implementation: str) -> list[Any]:
         del implementation
         results = jax.tree.leaves(self.shape_rule(jax.tree.unflatten(tree, avals), params))
-        # Starting from an operand's type keeps the axes of an enclosing shard_map.
-        types = {"manual_axis_type": avals[0].manual_axis_type} if avals else {}
-        return [jax.core.ShapedArray(r.shape, jnp.dtype(r.dtype), **types) for r in results]
+        return [_like(avals, result) for result in results]
 
     @functools.cached_property
     def _run(self) -> Callable[..., list[jax.Array]]:
@@ -257,13 +256,26 @@ def _vary_alike(leaves: Sequence[Any]) -> list[Any]:
     varying = [_varying_axes(leaf) for leaf in leaves]
     union = frozenset[Any]().union(*varying)
     return [
-        leaf if axes == union else jax.lax.pvary(leaf, tuple(union - axes))
+        leaf if axes == union else jax.lax.pcast(leaf, tuple(union - axes), to="varying")
         for leaf, axes in zip(leaves, varying, strict=True)
     ]
 
 
 def _varying_axes(leaf: Any) -> frozenset[Any]:
     return frozenset(jax.typeof(leaf).manual_axis_type.varying)
+
+
+def _like(avals: Sequence[Any], result: jax.ShapeDtypeStruct) -> Any:
+    """The type of a result, carrying the manual axes of an enclosing shard_map."""
+    if not avals:
+        return jax.core.ShapedArray(result.shape, jnp.dtype(result.dtype))
+    spec = jax.sharding.PartitionSpec(*[None] * len(result.shape))
+    return avals[0].update(
+        shape=result.shape,
+        dtype=jnp.dtype(result.dtype),
+        weak_type=False,
+        sharding=jax.sharding.NamedSharding(avals[0].sharding.mesh, spec),
+    )
 
 
 def _leaf_index(tree: Any, field: str) -> int:

@@ -1,10 +1,13 @@
 """Loads the compiled extension once, checks what can run here, and registers FFI targets."""
 
 import functools
+import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 import jax
+
+from jax_hpc._version import __version__
 
 if TYPE_CHECKING:
     from jax_hpc._primitive import Operator
@@ -14,21 +17,15 @@ OPERATORS: dict[str, "Operator"] = {}
 """Every operator by name, in order of import."""
 
 
-def version() -> str:
-    """Version of the installed jax_hpc distribution."""
-    return importlib.metadata.version("jax-hpc")
-
-
 @functools.cache
 def extension() -> Any | None:
     """The compiled extension, or None where the package was built without CUDA."""
     try:
-        from jax_hpc import _ext
+        return importlib.import_module("jax_hpc._ext")
     except ModuleNotFoundError as error:
-        if error.name not in ("jax_hpc._ext",):
+        if error.name != "jax_hpc._ext":
             raise
         return None
-    return _ext
 
 
 @functools.cache
@@ -128,7 +125,7 @@ def info() -> dict[str, Any]:
             }
         )
     return {
-        "version": version(),
+        "version": __version__,
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "platform": jax.default_backend(),
