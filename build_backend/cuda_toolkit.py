@@ -1,6 +1,6 @@
-"""Chooses the CUDA compiler of a build: the machine's, NVIDIA's wheels, or none. Standard library only.
+"""Chooses the CUDA compiler of a build: the machine's, NVIDIA's wheels, or none.
 
-Run as a script it prints what a build on this machine would do.
+Standard library only. Run as a script it prints what a build on this machine would do.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class Host:
         if not self.stable_abi:
             return "the extension needs CPython's stable ABI, which this interpreter lacks"
         if not (self.python_headers / "Python.h").is_file():
-            return f"no Python.h in {self.python_headers} (Debian, Ubuntu: apt install python3-dev)"
+            return f"no Python.h in {self.python_headers} (on Debian: apt install python3-dev)"
         compilers = (env["CXX"],) if env.get("CXX") else ("c++", "g++", "clang++")
         if not any(shutil.which(compiler, path=env.get("PATH")) for compiler in compilers):
             return f"no C++ compiler ({', '.join(compilers)}) on PATH"

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +26,7 @@ Settings = dict[str, list[str] | str]
 
 def get_requires_for_build_wheel(config_settings: Settings | None = None) -> list[str]:
     choice = _choose()
+    _say(choice)
     if choice.source == "off":
         return []
     wheels = list(cuda_toolkit.WHEELS) if choice.source == "wheels" else []
@@ -40,14 +40,14 @@ def get_requires_for_build_editable(config_settings: Settings | None = None) -> 
 def prepare_metadata_for_build_wheel(
     metadata_directory: str, config_settings: Settings | None = None
 ) -> str:
-    with _configured(config_settings) as settings:
+    with _configured(config_settings, quiet=True) as settings:
         return _skbuild.prepare_metadata_for_build_wheel(metadata_directory, settings)
 
 
 def prepare_metadata_for_build_editable(
     metadata_directory: str, config_settings: Settings | None = None
 ) -> str:
-    with _configured(config_settings) as settings:
+    with _configured(config_settings, quiet=True) as settings:
         return _skbuild.prepare_metadata_for_build_editable(metadata_directory, settings)
 
 
@@ -76,10 +76,17 @@ def _choose() -> cuda_toolkit.Choice:
         raise SystemExit(f"jax_hpc: {error}") from None
 
 
+def _say(choice: cuda_toolkit.Choice) -> None:
+    for line in choice.lines():
+        print(f"jax_hpc: {line}", flush=True)
+
+
 @contextlib.contextmanager
-def _configured(config_settings: Settings | None) -> Iterator[Settings]:
-    """Settings and environment of one build; prints what was found and why it matters."""
+def _configured(config_settings: Settings | None, quiet: bool = False) -> Iterator[Settings]:
+    """Settings and environment of one build, by the compiler chosen."""
     choice = _choose()
+    if not quiet:
+        _say(choice)
     settings: Settings = dict(config_settings or {})
     environment = {}
     if choice.source == "toolkit":
@@ -96,16 +103,23 @@ def _configured(config_settings: Settings | None) -> Iterator[Settings]:
         # The wheels keep their libraries in lib/, where this nvcc does not look by itself.
         libraries = [str(tree / "lib"), os.environ.get("LIBRARY_PATH", "")]
         environment["LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
-    for line in choice.lines():
-        print(f"jax_hpc: {line}", flush=True)
-    with tempfile.TemporaryDirectory() as folder, _environment(environment):
-        if choice.source == "off":
-            note = Path(folder, "no_extension.txt")
-            note.write_text("; ".join(choice.reasons) + "\n", encoding="utf-8")
-            settings["wheel.cmake"] = "false"
-            settings["wheel.py-api"] = "py3"
-            settings[f"wheel.force-include.{note}"] = "/platlib/jax_hpc/no_extension.txt"
+    if choice.source == "off":
+        settings |= _without_extension(choice)
+    with _environment(environment):
         yield settings
+
+
+def _without_extension(choice: cuda_toolkit.Choice) -> Settings:
+    """Settings of a pure Python build, which carries the reason for `jax-hpc info` to show."""
+    note = Path("build", "_no_extension.py")
+    note.parent.mkdir(exist_ok=True)
+    reason = "; ".join(choice.reasons)
+    note.write_text(f'"""Written by the build."""\n\nREASON = {reason!r}\n', encoding="utf-8")
+    return {
+        "wheel.cmake": "false",
+        "wheel.py-api": "py3",
+        f"wheel.force-include.{note.as_posix()}": "jax_hpc/_no_extension.py",
+    }
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@
 namespace nb = nanobind;
 
 // One line per operator: TARGET(name, version) registers the handler `name`, which cuda/ffi/name.cc
-// defines, as "jax_hpc.name.vversion". A change of operands, results or attributes is a new version.
+// defines, as "jax_hpc.<name>.v<version>". New operands, results or attributes are a new version.
 #define JAX_HPC_TARGETS(TARGET)
 
 #define DECLARE_TARGET(name, version) XLA_FFI_DECLARE_HANDLER_SYMBOL(name);
@@ -71,6 +71,7 @@ NB_MODULE(_ext, module) {
   module.def(
       "no_device_reason", [] { return jax_hpc::list_devices().problem; },
       "Why device_info() is empty; '' when it is not.");
-  module.def("probe", &jax_hpc::probe, nb::arg("ordinal"),
-             "Runs a small kernel on a device: '' when this build's code runs there, else why not.");
+  module.def(
+      "probe", &jax_hpc::probe, nb::arg("ordinal"),
+      "Runs a small kernel on a device: '' when this build's code runs there, else why not.");
 }

@@ -1,0 +1,102 @@
+# Everything here works from a fresh clone with Python 3.12 and gcc; `make help` lists it.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+JOBS ?= 2
+DEMO_MODEL ?= models/demo_checkpoint
+DEMO_PROMPT ?= The if statement is used for
+
+BIN := $(VENV)/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
+REQUIREMENTS := $(BIN)/python scripts/requirements.py
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+CUDA_SOURCES := $(wildcard cuda/*/*)
+BUILD_SOURCES := pyproject.toml CMakeLists.txt $(wildcard build_backend/*.py) $(CUDA_SOURCES)
+
+# One build tree for the editable install and the wheel, kept between builds; warnings are errors.
+BUILD := --no-deps --no-build-isolation -C build-dir=build/{wheel_tag} -C cmake.define.JAX_HPC_WERROR=ON
+
+# A GPU's memory is shared by the test processes.
+TEST_ENV := PYTHONSAFEPATH=1 $(if $(GPU),XLA_PYTHON_CLIENT_PREALLOCATE=false)
+
+.PHONY: help venv install dev test demo wheel lint format docs toolkit-test gpu-test clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+# Set-up. Each stamp in the virtual environment is redone when what it was made from changes.
+
+venv: $(BIN)/python ## make the virtual environment (.venv)
+
+$(BIN)/python:
+	@python=$$(scripts/find_python.sh); \
+	echo "== virtual environment: $(VENV), $$("$$python" --version) at $$python"; \
+	"$$python" -m venv $(VENV)
+
+install: $(VENV)/installed ## install jax_hpc with the extension, editable
+
+$(VENV)/packages: pyproject.toml scripts/requirements.py | $(BIN)/python
+	@echo "== packages: JAX$(if $(GPU), for this machine's GPU) and what the build needs"
+	@$(REQUIREMENTS) build | $(PIP) install -r /dev/stdin
+	@$(REQUIREMENTS) build build-more core models $(if $(GPU),cuda13) | $(PIP) install -r /dev/stdin
+	@touch $@
+
+$(VENV)/installed: $(BUILD_SOURCES) $(VENV)/packages
+	@echo "== build and install jax_hpc"
+	@SECONDS=0; $(PIP) install -v $(BUILD) -e .; echo "build: $$SECONDS s" | tee $@
+
+dev: $(VENV)/dev
+
+$(VENV)/dev: $(VENV)/installed
+	@echo "== packages: tests and linters"
+	@$(REQUIREMENTS) build core test dev | $(PIP) install -r /dev/stdin
+	@touch $@
+
+# Use.
+
+demo: $(VENV)/installed ## generate text from the demo checkpoint
+	@echo "== jax-hpc generate"
+	@$(BIN)/jax-hpc generate --model $(DEMO_MODEL) --prompt "$(DEMO_PROMPT)"
+
+wheel: $(VENV)/packages ## build a wheel into dist/
+	@$(PIP) wheel -v $(BUILD) -w dist .
+	@ls -l dist
+
+# Checks.
+
+test: $(VENV)/dev ## set up, lint and run all tests
+	@$(MAKE) --no-print-directory lint
+	@cat $(VENV)/installed
+	@echo "== tests"
+	@$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) $(if $(GPU),,-m "not gpu")
+
+lint: $(VENV)/dev ## ruff, clang-format and pyright, as checks
+	@echo "== lint"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/clang-format --dry-run --Werror $(CUDA_SOURCES)
+	@ln -sfn ../models jax_hpc/models
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/dev ## format Python and C++ in place
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+	@$(BIN)/clang-format -i $(CUDA_SOURCES)
+
+docs: $(VENV)/installed ## build the documentation site into site/
+	@$(REQUIREMENTS) build core docs | $(PIP) install -q -r /dev/stdin
+	@$(BIN)/mkdocs build --strict
+
+toolkit-test: $(BIN)/python ## prove the build with NVIDIA's compiler wheels, in a fresh environment
+	@scripts/toolkit_test.sh $(BIN)/python
+
+gpu-test: ## run the GPU tests on WHEEL=dist/x.whl with this machine's own python3, installing nothing
+	@test -n "$(WHEEL)" || { echo "usage: make gpu-test WHEEL=dist/jax_hpc-....whl" >&2; exit 2; }
+	@scripts/gpu_test.sh "$(WHEEL)"
+
+clean: ## remove what make made, the virtual environment included
+	@rm -rf build dist site .pytest_cache .ruff_cache $(VENV)

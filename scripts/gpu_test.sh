@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Runs the tests marked `gpu` against a wheel, with this machine's own python3 and nothing installed.
+# MARK=... selects others. The wheel and a copy of the tests share a temporary folder, so that the
+# checkout's jax_hpc, which has no extension, is never on the path.
+set -euo pipefail
+
+wheel=$1
+checkout=$(cd "$(dirname "$0")/.." && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+python3 -m zipfile -e "$wheel" "$work"
+cp -r "$checkout/tests" "$checkout/pyproject.toml" "$work"
+for name in benchmarks build_backend cuda docs models scripts Makefile; do
+  [[ -e $checkout/$name ]] && ln -s "$checkout/$name" "$work/$name"
+done
+
+cd "$work"
+PYTHONSAFEPATH=1 PYTHONPATH=$work python3 -m pytest -p no:cacheprovider tests -m "${MARK:-gpu}"
