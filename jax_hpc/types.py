@@ -14,6 +14,7 @@ Axis letters used in shapes throughout the library:
 | D      | head dimension                            | L      | layers                     |
 """
 
+import dataclasses
 from typing import Literal, get_args
 
 Implementation = Literal["auto", "cuda", "xla"]
@@ -30,3 +31,12 @@ IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 class FallbackWarning(UserWarning):
     """An operator runs on its XLA form on a GPU because no kernel takes the case."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementations:
+    """The choice of form for each operator of a model."""
+
+    attention: Implementation = "auto"
+    moe: Implementation = "auto"
+    router: Implementation = "auto"

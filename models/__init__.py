@@ -1,1 +1,6 @@
-"""Whole models built from jax_hpc.nn, one file each; installed as jax_hpc.models."""
+"""Whole models: one file each, and the registry that finds one by its checkpoint's architecture."""
+
+from jax_hpc.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig
+from jax_hpc.models.registry import MODELS
+
+__all__ = ["MODELS", "Qwen3MoE", "Qwen3MoEConfig"]

@@ -1,9 +1,11 @@
 """A float32 router weight as a sum of bf16 parts, which tensor cores multiply exactly."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_hpc._checks import Dims, check_choice, check_dtype
 
@@ -20,8 +22,8 @@ class SplitWeight:
     full: float32 ``[E, H]``, W itself, kept for XLA's form; or None.
     """
 
-    parts: jax.Array
-    full: jax.Array | None = None
+    parts: Any
+    full: Any = None
 
     @property
     def terms(self) -> int:
@@ -29,7 +31,7 @@ class SplitWeight:
 
 
 def split_router_weight(
-    weight: jax.Array, terms: int = 2, *, keep_full: bool = False
+    weight: jax.Array | np.ndarray, terms: int = 2, *, keep_full: bool = False
 ) -> SplitWeight:
     """Split a router weight once, when a model is loaded.
 
@@ -38,7 +40,7 @@ def split_router_weight(
     already is exact in one.
 
     Args:
-      weight: ``[E, H]`` float32 or bf16.
+      weight: ``[E, H]`` float32 or bf16; a numpy array gives numpy arrays.
       terms: 1, 2 or 3.
       keep_full: keep W in float32 as well, so that XLA's form needs no sum of parts.
 
@@ -56,4 +58,6 @@ def split_router_weight(
         part = remainder.astype(jnp.bfloat16)
         parts.append(part)
         remainder = (remainder - part.astype(jnp.float32)) * RESIDUAL_SCALE
-    return SplitWeight(jnp.stack(parts), full if keep_full else None)
+    # Loaders split on the host, before the weight goes to a device.
+    stack = np.stack if isinstance(weight, np.ndarray) else jnp.stack
+    return SplitWeight(stack(parts), full if keep_full else None)

@@ -1,0 +1,52 @@
+"""Reading a Hugging Face config.json with errors that name the key."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_hpc.checkpoint_plan import quantization_format
+from jax_hpc.nn.moe import ExpertFormat
+
+
+class HFConfig:
+    """Keys of one model's config.json."""
+
+    def __init__(self, model: str, values: Mapping[str, Any]) -> None:
+        self._model = model
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._values:
+            raise ValueError(f"{self._model}: config.json has no '{key}'")
+        return self._values[key]
+
+    def get(self, key: str, default: Any) -> Any:
+        return self._values.get(key, default)
+
+    def require(self, key: str, supported: Any) -> None:
+        """Refuse a setting that the model's code does not have."""
+        got = self._values.get(key, supported)
+        if got != supported:
+            raise NotImplementedError(
+                f"{self._model}: config.json key '{key}' must be {supported!r}, got {got!r}"
+            )
+
+    def rope_theta(self) -> float:
+        """Base of the rotary frequencies; only the plain ("default") rotary embedding is known.
+
+        transformers 5 writes ``rope_parameters``, older versions ``rope_theta`` and
+        ``rope_scaling``.
+        """
+        parameters = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        if kind != "default":
+            raise NotImplementedError(
+                f"{self._model}: config.json rope_type must be 'default', got {kind!r}"
+            )
+        theta = parameters.get("rope_theta", self._values.get("rope_theta"))
+        if theta is None:
+            raise ValueError(f"{self._model}: config.json has no 'rope_theta'")
+        return float(theta)
+
+    def expert_format(self) -> ExpertFormat:
+        """How the checkpoint stores expert weights."""
+        return quantization_format(self._values) or "dense"
