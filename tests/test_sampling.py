@@ -1,0 +1,386 @@
+"""Sampling against an independent float64 form with a full sort, and what a batch must not do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from jax_hpc import sampling
+from jax_hpc.sampling import SamplingParams, TokenCounts, sample, update_counts
+from tests.support.numerics import assert_bitwise, assert_close
+
+B, V = 8, 1531
+MANY, FEW = 8000, 20  # rows and tokens of the statistical tests: one compilation
+jitted = jax.jit(sample)
+
+
+@jax.jit
+def allowed(logits, params):
+    return sampling._allowed(logits, sampling._tempered(logits, params.temperature), params)
+
+
+def logits_of(rng, batch=B, vocab=V):
+    """Random logits with ties (a grid of sixteenths), a -inf and a spread of scales by row."""
+    scale = np.linspace(0.5, 6, batch)[:, None]
+    logits = np.round(rng.standard_normal((batch, vocab)) * scale * 16) / 16
+    logits[:, 3] = -np.inf
+    return logits.astype(np.float32)
+
+
+def keys(rng, batch=B):
+    seeds = rng.integers(0, 2**32, batch, dtype=np.uint32)
+    return jnp.asarray(seeds), jnp.asarray(rng.integers(0, 10_000, batch, dtype=np.int32))
+
+
+def allowed_float64(row, temperature, top_k, top_p, min_p):
+    """The kept set of one row, or None where float32 could not be held to top_p's edge."""
+    scaled = row.astype(np.float64) / temperature
+    ascending = np.sort(scaled)
+    kept = np.ones(len(row), bool)
+    if 0 < top_k < len(row):
+        kept = scaled >= ascending[-top_k]
+    weight = np.where(kept, np.exp(scaled - ascending[-1]), 0)
+    probability = weight / weight.sum()
+    if top_p < 1:
+        order = np.argsort(-scaled, kind="stable")
+        cumulative = np.cumsum(probability[order])
+        if np.min(np.abs(cumulative - top_p)) < 1e-6:
+            return None
+        last = order[np.argmax(cumulative >= top_p)]
+        kept &= scaled >= scaled[last]
+    ratio = probability / probability.max()
+    if min_p > 0 and np.min(np.abs(ratio - min_p)) < 1e-6:
+        return None
+    return kept & (ratio >= min_p)
+
+
+@pytest.mark.parametrize("draw", range(6))
+def test_kept_sets_equal_a_sorted_float64_form(rng, draw):
+    logits = logits_of(rng)
+    temperature = rng.uniform(0.3, 2, B)
+    top_k = rng.integers(0, V + 20, B)
+    top_p = np.where(rng.random(B) < 0.3, 1, rng.uniform(0.01, 1, B)).astype(np.float32)
+    min_p = np.where(rng.random(B) < 0.5, 0, rng.uniform(0, 0.5, B)).astype(np.float32)
+    if draw == 0:
+        top_k, top_p = np.zeros(B, np.int64), np.ones(B, np.float32)  # only min-p
+    params = SamplingParams.create(
+        B, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+    )
+    got = np.asarray(allowed(jnp.asarray(logits), params))
+    compared = 0
+    for row in range(B):
+        want = allowed_float64(
+            logits[row],
+            np.float64(np.float32(temperature[row])),
+            top_k[row],
+            np.float64(top_p[row]),
+            np.float64(min_p[row]),
+        )
+        if want is None:
+            continue
+        compared += 1
+        finite = np.isfinite(logits[row])
+        different = np.nonzero((got[row] != want) & finite)[0]
+        assert different.size == 0, (
+            f"row {row}, T={temperature[row]:.3f} k={top_k[row]} p={top_p[row]} m={min_p[row]}: "
+            f"tokens {different} are {got[row][different]}, expected {want[different]}"
+        )
+    assert compared >= B // 2
+
+
+def test_top_k_keeps_every_equal_of_the_kth():
+    logits = jnp.asarray([[1.0, 3.0, 2.0, 2.0, -0.0, 0.0, 2.0, -5.0]])
+    for k, want in [(1, [1]), (2, [1, 2, 3, 6]), (4, [1, 2, 3, 6]), (6, [0, 1, 2, 3, 4, 5, 6])]:
+        kept = allowed(logits, SamplingParams.create(1, top_k=k))
+        assert np.nonzero(np.asarray(kept)[0])[0].tolist() == want, f"top_k={k}"
+
+
+def test_the_smallest_top_p_keeps_the_largest_and_its_equals():
+    logits = jnp.asarray([[1.0, 4.0, 2.0, 4.0]])
+    kept = allowed(logits, SamplingParams.create(1, top_p=1e-30))
+    assert np.asarray(kept).tolist() == [[False, True, False, True]]
+
+
+def test_top_p_is_taken_of_what_top_k_left():
+    # Probabilities 0.4, 0.3, 0.2, 0.1: among the top two the first alone has 4/7 >= 0.5.
+    logits = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.1]]))
+    both = allowed(logits, SamplingParams.create(1, top_k=2, top_p=0.5))
+    alone = allowed(logits, SamplingParams.create(1, top_p=0.5))
+    assert np.asarray(both).tolist() == [[True, False, False, False]]
+    assert np.asarray(alone).tolist() == [[True, True, False, False]]
+
+
+def test_mass_is_exact_and_ignores_the_order_of_addition(rng):
+    weights = np.exp(-rng.exponential(8, (3, 5000))).astype(np.float32)
+    weights[2] = 1  # the largest sum there is
+    shuffled = rng.permuted(weights, axis=1)
+    mass = jax.jit(sampling._mass)
+    assert_bitwise(mass(jnp.asarray(shuffled)), mass(jnp.asarray(weights)))
+    assert_close(mass(jnp.asarray(weights)), weights.astype(np.float64).sum(1), rtol=2e-7)
+
+
+@pytest.mark.parametrize("vocab", [2**17 - 1, 2**18, 151_936])
+def test_mass_does_not_overflow_at_large_vocabularies(vocab):
+    assert float(jax.jit(sampling._mass)(jnp.ones(vocab))) == vocab
+
+
+def test_order_image_follows_float_order(rng):
+    bits = rng.integers(0, 2**32, 4000, dtype=np.uint32)
+    values = bits.view(np.float32)
+    values = np.concatenate([values[np.isfinite(values)], [0.0, -0.0, np.inf, -np.inf]])
+    values = values[(values == 0) | (np.abs(values) > np.finfo(np.float32).tiny)]
+    image = np.asarray(sampling._ordered(jnp.asarray(values.astype(np.float32)))).astype(np.int64)
+    by_value = np.argsort(values, kind="stable")
+    steps, rises = np.diff(image[by_value]), np.diff(values[by_value]) > 0
+    assert np.all(steps[rises] > 0) and np.all(steps[~rises] == 0)
+
+
+def test_greedy_takes_the_largest_logit_and_the_lower_of_equals(rng):
+    logits = rng.uniform(-9, -3, (B, V)).astype(np.float32)
+    logits[0, [5, 7, 900]] = 2.0
+    logits[1, :9] = np.nan
+    logits[1, 11] = -1.0
+    logits[2], logits[3] = -np.inf, np.nan
+    logits[4, [6, 8]] = np.inf
+    logits[5, V - 1] = 0.0
+    tokens = jitted(jnp.asarray(logits), SamplingParams.greedy(B), *keys(rng))
+    assert tokens.dtype == jnp.int32
+    assert np.asarray(tokens)[:6].tolist() == [5, 11, 0, 0, 6, V - 1]
+
+
+def test_odd_rows_are_sampled_without_touching_their_neighbours(rng):
+    logits = logits_of(rng)
+    seeds, positions = keys(rng)
+    params = SamplingParams.create(B, top_k=20, top_p=0.9, min_p=0.01)
+    clean = np.asarray(jitted(jnp.asarray(logits), params, seeds, positions))
+    logits[1], logits[3], logits[5, :] = np.nan, -np.inf, [np.nan, np.inf] + [0.0] * (V - 2)
+    dirty = np.asarray(jitted(jnp.asarray(logits), params, seeds, positions))
+    assert dirty[[1, 3, 5]].tolist() == [0, 0, 1]
+    others = [0, 2, 4, 6, 7]
+    assert dirty[others].tolist() == clean[others].tolist()
+
+
+def test_tiny_temperatures_are_the_limit_of_greedy(rng):
+    logits = jnp.asarray(rng.standard_normal((B, V)).astype(np.float32) * 100)
+    params = SamplingParams.create(B, temperature=[1e-38, 1e-20, 1e-6, 1e-5] * 2)
+    assert_bitwise(jitted(logits, params, *keys(rng)), jnp.argmax(logits, -1).astype(jnp.int32))
+
+
+def test_drawn_frequencies_follow_the_softmax(rng):
+    logits = (rng.standard_normal(FEW) * 1.5).astype(np.float32)
+    seeds = jnp.arange(MANY, dtype=jnp.uint32)
+    params = SamplingParams.create(MANY, temperature=1.3)
+    tokens = jitted(same_row(logits), params, seeds, jnp.zeros(MANY, jnp.int32))
+    seen = np.bincount(np.asarray(tokens), minlength=FEW)
+    expected = np.exp(logits.astype(np.float64) / 1.3)
+    assert_plausible(seen, MANY * expected / expected.sum())
+
+
+def test_positions_of_one_seed_draw_independently():
+    """Pairs of tokens at neighbouring positions fill the square evenly."""
+    seeds, positions = jnp.full(MANY, 7, jnp.uint32), jnp.arange(MANY, dtype=jnp.int32)
+    draw = jitted(
+        same_row(np.zeros(FEW, np.float32)), SamplingParams.create(MANY), seeds, positions
+    )
+    tokens = np.asarray(draw)
+    pairs = np.bincount(tokens[:-1] * FEW + tokens[1:], minlength=FEW**2)
+    assert_plausible(pairs, np.full(FEW**2, (MANY - 1) / FEW**2))
+
+
+def same_row(logits):
+    return jnp.asarray(np.broadcast_to(logits, (MANY, FEW)))
+
+
+def assert_plausible(seen, expected):
+    """Chi-square within six of its standard deviations."""
+    chi_square = np.sum((seen - expected) ** 2 / expected)
+    freedom = len(seen) - 1
+    assert chi_square < freedom + 6 * np.sqrt(2 * freedom), f"chi-square {chi_square:.1f}: {seen}"
+
+
+def test_filtered_draws_reach_all_of_the_kept_set_and_nothing_else(rng):
+    logits = same_row(logits_of(rng, batch=1, vocab=FEW))
+    params = SamplingParams.create(MANY, temperature=2.0, top_k=9, top_p=0.95)
+    kept = np.nonzero(np.asarray(allowed(logits, params))[0])[0]
+    seeds = jnp.arange(MANY, dtype=jnp.uint32)
+    tokens = jitted(logits, params, seeds, jnp.zeros(MANY, jnp.int32))
+    assert 3 < len(kept) < FEW
+    assert sorted(set(np.asarray(tokens).tolist())) == kept.tolist()
+
+
+def test_a_row_draws_the_same_token_in_any_batch(rng):
+    logits = logits_of(rng)
+    seeds, positions = keys(rng)
+    params = SamplingParams.create(
+        B,
+        temperature=[0.7, 1.0, 0.0, 1.5, 1.0, 0.9, 2.0, 1.0],
+        top_k=[0, 40, 0, 9, 0, 300, 5000, 0],
+        top_p=[0.9, 1.0, 1.0, 0.5, 0.99, 0.8, 1.0, 1.0],
+        min_p=[0, 0, 0, 0.1, 0, 0.02, 0, 0.3],
+    )
+
+    def rows(index):
+        """The rows of these indices as a batch of their own."""
+        batch = (logits, params, seeds, positions)
+        return jitted(*jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[index]), batch))
+
+    together = np.asarray(rows(np.arange(B)))
+    order = rng.permutation(B)
+    assert np.asarray(rows(order)).tolist() == together[order].tolist()
+    for row in range(B):
+        assert np.asarray(rows(np.asarray([row]))).tolist() == [together[row]], f"row {row} alone"
+    crowd = np.concatenate([order, rng.integers(0, B, 29)])
+    assert np.asarray(rows(crowd)).tolist() == together[crowd].tolist()
+
+
+def test_penalties_are_those_of_hugging_face_and_openai(rng):
+    logits = rng.standard_normal((B, V)).astype(np.float32) * 4
+    repetition = rng.uniform(0.5, 2, B).astype(np.float32)
+    frequency = rng.uniform(-1, 1, B).astype(np.float32)
+    presence = rng.uniform(-1, 1, B).astype(np.float32)
+    prompt = rng.random((B, V)) < 0.3
+    output = rng.integers(-3, 4, (B, V)).clip(0).astype(np.int32)
+    params = SamplingParams.create(
+        B,
+        temperature=0.0,
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+    )
+    counts = TokenCounts(jnp.asarray(prompt), jnp.asarray(output))
+    want = logits.astype(np.float64)
+    for row, token in np.ndindex(*want.shape):
+        if prompt[row, token] or output[row, token]:
+            factor = np.float64(repetition[row])
+            want[row, token] *= factor if want[row, token] < 0 else 1 / factor
+        want[row, token] -= frequency[row] * np.float64(output[row, token])
+        want[row, token] -= presence[row] if output[row, token] else 0
+    penalise = jax.jit(sampling._penalise)
+    assert_close(penalise(jnp.asarray(logits), params, counts), want, atol=1e-5)
+    tokens = jitted(jnp.asarray(logits), params, *keys(rng), counts)
+    assert np.asarray(tokens).tolist() == np.argmax(want, -1).tolist()
+    assert params.uses_penalties() and not SamplingParams.greedy(2).uses_penalties()
+
+
+def test_counts_of_prompts_and_outputs():
+    counts = TokenCounts.from_prompts([[1, 1, 4], [], [0]], 5)
+    assert np.asarray(counts.prompt).astype(int).tolist() == [
+        [0, 1, 0, 0, 1],
+        [0, 0, 0, 0, 0],
+        [1, 0, 0, 0, 0],
+    ]
+    step = jax.jit(update_counts)
+    active = jnp.asarray([True, False, True])
+    counts = step(counts, jnp.asarray([2, 2, 4]), active)
+    counts = step(counts, jnp.asarray([2, 3, -1]), active)
+    counts = step(counts, jnp.asarray([9, 3, 5]), active)  # past the end: not counted
+    assert counts.output.tolist() == [[0, 0, 2, 0, 0], [0] * 5, [0, 0, 0, 0, 1]]
+    assert TokenCounts.zeros(3, 5).output.dtype == jnp.int32
+    with pytest.raises(ValueError, match=r"prompts\[1\] must hold token ids in \[0, 5\), got 5"):
+        TokenCounts.from_prompts([[0], [4, 5]], 5)
+
+
+def test_loops_give_what_single_steps_give(rng):
+    logits = jnp.asarray(logits_of(rng))
+    seeds, start = keys(rng)
+    params = SamplingParams.create(B, top_k=30, top_p=0.9, frequency_penalty=0.7)
+    everyone = jnp.ones(B, bool)
+
+    def step(carry, _):
+        positions, counts = carry
+        tokens = sample(logits, params, seeds, positions, counts)
+        return (positions + 1, update_counts(counts, tokens, everyone)), tokens
+
+    def body(state):  # two steps by scan in each turn of a while_loop
+        carry, tokens, i = state
+        carry, pair = lax.scan(step, carry, length=2)
+        return carry, lax.dynamic_update_slice_in_dim(tokens, pair, i, axis=0), i + 2
+
+    @jax.jit
+    def loop(carry):
+        empty = jnp.zeros((4, B), jnp.int32)
+        return lax.while_loop(lambda s: s[2] < 4, body, (carry, empty, 0))[1]
+
+    positions, counts = start, TokenCounts.zeros(B, V)
+    looped = loop((positions, counts))
+    update = jax.jit(update_counts)
+    for i in range(4):
+        tokens = jitted(logits, params, seeds, positions, counts)
+        assert_bitwise(looped[i], tokens)
+        positions, counts = positions + 1, update(counts, tokens, everyone)
+
+
+def test_sharded_batches_draw_what_one_device_draws(rng):
+    logits = jnp.asarray(logits_of(rng))
+    seeds, positions = keys(rng)
+    params = SamplingParams.create(B, top_k=30, top_p=0.8, temperature=[0.0, 1.0] * (B // 2))
+    whole = jitted(logits, params, seeds, positions)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("data")
+    spread = jax.shard_map(sample, mesh=mesh, in_specs=(rows,) * 4, out_specs=rows)
+    assert_bitwise(jax.jit(spread)(logits, params, seeds, positions), whole)
+
+
+def argument_avals():
+    row = lambda dtype: jax.ShapeDtypeStruct((B,), dtype)  # noqa: E731
+    params = jax.eval_shape(lambda: SamplingParams.create(B))
+    return jax.ShapeDtypeStruct((B, V), jnp.float32), params, row(jnp.uint32), row(jnp.int32)
+
+
+def test_nothing_sorts_and_no_loop_keeps_a_cond_out_of_a_cuda_graph():
+    counts = jax.eval_shape(lambda: TokenCounts.zeros(B, V))
+    lowered = jitted.trace(*argument_avals(), counts).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.case" in lowered
+    assert "stablehlo.sort" not in lowered and "stablehlo.while" not in lowered
+    compiled = jitted.lower(*argument_avals()).compile().as_text()
+    assert " sort(" not in compiled
+
+
+def test_an_all_greedy_batch_draws_no_noise():
+    outer = jax.make_jaxpr(sample)(*argument_avals()).jaxpr
+    (choice,) = [e for e in outer.eqns if e.primitive.name == "cond"]
+    drawing, greedy = choice.params["branches"]  # False, True
+    assert len(greedy.jaxpr.eqns) == 0
+    assert "random_bits" in str(drawing)
+    assert "random_bits" not in "".join(str(e) for e in outer.eqns if e is not choice)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "expected"),
+    [
+        ("temperature", -0.1, ">= 0, got -0.1"),
+        ("temperature", [0.5, np.nan], ">= 0, got nan"),
+        ("temperature", np.inf, ">= 0, got inf"),
+        ("top_k", -1, ">= 0, got -1"),
+        ("top_p", 0.0, r"in \(0, 1\], got 0.0"),
+        ("top_p", 1.5, r"in \(0, 1\], got 1.5"),
+        ("min_p", 1.0, r"in \[0, 1\), got 1.0"),
+        ("min_p", -0.5, r"in \[0, 1\), got -0.5"),
+        ("repetition_penalty", 0, "> 0, got 0"),
+        ("frequency_penalty", np.inf, "finite, got inf"),
+        ("presence_penalty", np.nan, "finite, got nan"),
+        ("top_p", [0.5, 0.5, 0.5], r"one value or 2 values, got shape \(3,\)"),
+    ],
+)
+def test_settings_outside_their_range_are_named(argument, value, expected):
+    with pytest.raises(ValueError, match=f"'{argument}' must be {expected}"):
+        SamplingParams.create(2, **{argument: value})
+
+
+def test_wrong_types_and_shapes_are_named():
+    with pytest.raises(TypeError, match="'top_k' must be an integer, got 1.5"):
+        SamplingParams.create(2, top_k=1.5)
+    params, rows = SamplingParams.greedy(2), jnp.zeros(2, jnp.int32)
+    logits = jnp.zeros((2, 5))
+    with pytest.raises(TypeError, match="'logits' must be float32, got bfloat16"):
+        sample(logits.astype(jnp.bfloat16), params, rows.astype(jnp.uint32), rows)
+    with pytest.raises(TypeError, match="'seeds' must be uint32, got int32"):
+        sample(logits, params, rows, rows)
+    with pytest.raises(ValueError, match="'params.temperature' must have shape"):
+        sample(logits, SamplingParams.greedy(3), rows.astype(jnp.uint32), rows)
+    with pytest.raises(ValueError, match="'counts.prompt' must have shape"):
+        sample(logits, params, rows.astype(jnp.uint32), rows, TokenCounts.zeros(2, 6))
+    with pytest.raises(ValueError, match="V >= 1"):
+        sample(logits[:, :0], params, rows.astype(jnp.uint32), rows)
