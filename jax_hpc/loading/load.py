@@ -1,0 +1,142 @@
+"""From a Hugging Face directory to a model whose weights lie on the device."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_hpc.checkpoint_plan import quantization_format
+from jax_hpc.loading.accounting import check_targets, check_tensors
+from jax_hpc.loading.fill import Device, fill, named_arrays
+from jax_hpc.loading.safetensors_reader import Checkpoint, CheckpointError
+from jax_hpc.progress import Progress
+from jax_hpc.text import GenerationConfig, Tokenizer
+
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its weights, and what its directory says about using it.
+
+    tokenizer: None where the directory has no tokenizer.json, or when it was not asked for.
+    """
+
+    model: Any
+    config: Any
+    tokenizer: Tokenizer | None
+    generation_config: GenerationConfig
+
+
+def load_model(
+    directory: str | Path,
+    *,
+    dtype: str | None = None,
+    device: Device | None = None,
+    tokenizer: bool = True,
+    progress: bool = True,
+    model_class: type | None = None,
+    **options: Any,
+) -> LoadedModel:
+    """Loads a model from a directory with config.json and safetensors weights.
+
+    dtype: "bfloat16" or "float32"; by default what config.json says. Block-fp8 experts stay fp8.
+    device: where the weights go, a device or a sharding; JAX's default device if None.
+    model_class: the model to build; by default the one registered for config.json's
+        `architectures`.
+    options: passed on to the model, such as the implementation of its operators.
+
+    Raises FileNotFoundError where the directory lacks a file, CheckpointError (a ValueError) where
+    the checkpoint is damaged or does not fit the model, ValueError for an unknown architecture,
+    weight format or dtype, and ImportError where the tokenizer needs a package of the `models`
+    extra.
+    """
+    directory = Path(directory)
+    hf_config = read_config(directory)
+    model_type: Any = model_class or find_model_class(hf_config)
+    quantization = quantization_format(hf_config)
+    dtype = resolve_dtype(hf_config, dtype)
+    with Checkpoint(directory) as checkpoint:
+        has_tokenizer = tokenizer and (directory / "tokenizer.json").is_file()
+        text = Tokenizer.from_directory(directory) if has_tokenizer else None
+        generation = GenerationConfig.from_directory(directory, tokenizer=text)
+        config = model_type.Config.from_hf(hf_config)
+        model = nnx.eval_shape(
+            lambda: model_type(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype), **options)
+        )
+        plan = model.checkpoint_plan()
+        targets = named_arrays(model)
+        check_targets(model_type.__name__, plan, targets)
+        check_tensors(
+            checkpoint,
+            plan,
+            targets,
+            quantization=quantization,
+            ignored=getattr(model_type, "checkpoint_ignored", ()),
+        )
+        total = sum(
+            checkpoint.tensors[source.name].nbytes for item in plan for source in item.sources
+        )
+        with Progress("loading weights", total, enabled=progress) as bar:
+            fill(model, checkpoint, plan, targets, device=device, progress=bar)
+    return LoadedModel(model, config, text, generation)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of the directory.
+
+    Raises FileNotFoundError or NotADirectoryError saying what is expected there, and
+    CheckpointError where it is no JSON object.
+    """
+    if not directory.exists():
+        raise FileNotFoundError(
+            f"{directory}: no such directory; give the directory of a Hugging Face checkpoint, "
+            "with config.json and safetensors weights"
+        )
+    if not directory.is_dir():
+        raise NotADirectoryError(
+            f"{directory}: not a directory; give the one that holds config.json"
+        )
+    path = directory / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{directory}: no config.json there; is this a Hugging Face checkpoint?"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: corrupt: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(config).__name__}")
+    return config
+
+
+def find_model_class(hf_config: Mapping[str, Any]) -> Any:
+    """The registered model of the first of config.json's `architectures` that is known."""
+    from jax_hpc.models.registry import MODELS
+
+    architectures = hf_config.get("architectures") or []
+    for name in architectures:
+        if name in MODELS:
+            return MODELS[name]
+    stated = ", ".join(map(str, architectures)) or "none"
+    raise ValueError(
+        f"config.json: architectures ({stated}) not known; known: {', '.join(sorted(MODELS))}"
+    )
+
+
+def resolve_dtype(hf_config: Mapping[str, Any], dtype: str | None) -> str:
+    """The dtype asked for, else config.json's, else bfloat16."""
+    stated = hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
+    chosen = np.dtype(dtype).name if dtype is not None else str(stated).removeprefix("torch.")
+    if chosen not in DTYPES:
+        origin = "argument 'dtype'" if dtype is not None else "config.json's dtype"
+        raise ValueError(
+            f"load_model: {origin} must be one of {', '.join(DTYPES)}, got {chosen!r}"
+        )
+    return chosen

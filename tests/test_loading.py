@@ -1,0 +1,496 @@
+"""Loading: what is read is what was written, and whatever does not fit is named."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jax_hpc import checkpoint_plan as plans
+from jax_hpc.loading import Checkpoint, CheckpointError, LoadedModel, load_model
+from jax_hpc.loading.accounting import check_targets, check_tensors
+from jax_hpc.loading.fill import assemble, dequantize_blocks, named_arrays
+from jax_hpc.loading.load import find_model_class, resolve_dtype
+from jax_hpc.loading.safetensors_reader import DTYPES
+from tests.support import tiny_checkpoint as tiny
+
+Weights = dict[str, np.ndarray]
+Q0 = "model.layers.0.self_attn.q_proj.weight"
+GATE = "model.layers.1.mlp.experts.0.gate_proj.weight"
+
+
+def load(directory: Path, **options: Any) -> LoadedModel:
+    return load_model(directory, model_class=tiny.TinyModel, progress=False, **options)
+
+
+def arrays(model: nnx.Module) -> Weights:
+    return {name: np.asarray(array) for name, array in named_arrays(model).items()}
+
+
+def same_bits(got: np.ndarray, want: np.ndarray) -> bool:
+    same_kind = got.dtype == want.dtype and got.shape == want.shape
+    return same_kind and got.tobytes() == np.ascontiguousarray(want).tobytes()
+
+
+# Reader
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_every_dtype_reads_back_bit_for_bit(
+    dtype: np.dtype, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    array = rng.integers(0, 2, (3, 5)).astype(dtype)
+    if dtype != np.bool_:
+        array = rng.integers(0, 256, 15 * dtype.itemsize, dtype=np.uint8).view(dtype).reshape(3, 5)
+    written = {"a": array, "scalar": np.array(array[0, 0]), "empty": array[:0]}
+    save_file(written, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        assert set(checkpoint.tensors) == set(written)
+        for name, want in written.items():
+            assert same_bits(checkpoint.read(name), want)
+
+
+def test_shards_read_as_one_checkpoint(tmp_path: Path, rng: np.random.Generator) -> None:
+    weights = tiny.tensors(rng)
+    tiny.write_sharded(tmp_path, tiny.hf_config(), weights)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert set(checkpoint.tensors) == set(weights)
+        assert all(same_bits(checkpoint.read(name), want) for name, want in weights.items())
+
+
+def test_read_into_refuses_an_array_that_does_not_fit(tmp_path: Path) -> None:
+    save_file({"a": np.zeros((2, 3), np.float32)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        with pytest.raises(
+            ValueError, match=r"'out' for a must be contiguous float32\(2, 3\), got"
+        ):
+            checkpoint.read_into("a", np.zeros((3, 2), np.float32))
+
+
+def damage_length(data: bytes) -> bytes:
+    return (1 << 40).to_bytes(8, "little") + data[8:]
+
+
+def damage_json(data: bytes) -> bytes:
+    return data[:8] + b"[" + data[9:]
+
+
+def edit_header(edit: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    def damage(data: bytes) -> bytes:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        edit(header)
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:5], "not a safetensors file, or truncated"),
+        (damage_length, "or truncated: the header's length is 1099511627776 bytes"),
+        (damage_json, r"model.safetensors: corrupt: JSONDecodeError"),
+        (lambda data: data[:-4], r"truncated: tensor 'b' ends at byte \d+, the file has \d+"),
+        (lambda data: data + b"xy", "corrupt: 2 bytes after the last tensor"),
+        (edit_header(lambda h: h["a"].update(dtype="F4")),
+         "tensor 'a' has dtype F4, which is not known; known: BOOL"),
+        (edit_header(lambda h: h["a"].update(shape=[9])),
+         r"tensor 'a' of F32\[9\] needs 36 bytes, its offsets"),
+        (edit_header(lambda h: h["a"].update(shape=[-2])), r"header: tensor 'a' of F32\[-2\]"),
+        (edit_header(lambda h: h["b"].update(data_offsets=[4, 16])), "tensor 'b' starts at byte"),
+        (edit_header(lambda h: h["b"].pop("shape")), "corrupt: KeyError: 'shape'"),
+        (edit_header(lambda h: h.update(c=3)), "corrupt: TypeError"),
+    ],
+)  # fmt: skip
+def test_damaged_file_is_named(
+    damage: Callable[[bytes], bytes], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.ones(2, np.float32), "b": np.ones(3, np.float32)}, path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Checkpoint(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+def test_file_cut_after_opening_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.ones(1000, np.float32)}, path)
+    with Checkpoint(tmp_path) as checkpoint:
+        os.truncate(path, path.stat().st_size - 1000)
+        with pytest.raises(CheckpointError, match="truncated while reading tensor 'a'"):
+            checkpoint.read("a")
+
+
+def test_missing_shard_is_named(tmp_path: Path, rng: np.random.Generator) -> None:
+    tiny.write_sharded(tmp_path, tiny.hf_config(), tiny.tensors(rng))
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    message = r"1 of 3 shards named by .*index.json missing: model-00002-of-00003.safetensors"
+    with pytest.raises(FileNotFoundError, match=message):
+        Checkpoint(tmp_path)
+
+
+def edit_index(directory: Path, edit: Callable[[dict[str, str]], object]) -> None:
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    edit(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def test_index_that_disagrees_with_its_shards_is_an_error(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    tiny.write_sharded(tmp_path, tiny.hf_config(), tiny.tensors(rng))
+    edit_index(tmp_path, lambda weight_map: weight_map.update({Q0: weight_map[GATE]}))
+    with pytest.raises(
+        CheckpointError, match=f"tensor '{Q0}', which .* places here, is not in it"
+    ):
+        Checkpoint(tmp_path)
+
+
+def test_tensor_in_two_shards_is_an_error(tmp_path: Path, rng: np.random.Generator) -> None:
+    tiny.write_sharded(tmp_path, tiny.hf_config(), tiny.tensors(rng))
+    save_file({"a": np.ones(1)}, tmp_path / "x.safetensors")
+    save_file({"a": np.ones(1)}, tmp_path / "y.safetensors")
+    edit_index(tmp_path, lambda m: m.update(a="x.safetensors", b="y.safetensors"))
+    with pytest.raises(
+        CheckpointError, match="y.safetensors: tensor 'a' is also in x.safetensors"
+    ):
+        Checkpoint(tmp_path)
+
+
+def test_corrupt_index_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="index.json: corrupt: KeyError: 'weight_map'"):
+        Checkpoint(tmp_path)
+
+
+def test_pickles_are_refused_with_advice(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match="convert the checkpoint to safetensors"):
+        Checkpoint(tmp_path)
+
+
+# Whole models
+
+
+def expected(weights: Weights, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    name = f"model.layers.{layer}"
+    qkv = np.concatenate([weights[f"{name}.self_attn.{p}_proj.weight"] for p in "qkv"])
+    experts = [
+        np.stack([weights[f"{name}.mlp.experts.{e}.{p}_proj.weight"] for p in ("gate", "up")])
+        for e in range(tiny.EXPERTS)
+    ]
+    return qkv, np.stack(experts)
+
+
+@pytest.mark.parametrize("write", [tiny.write, tiny.write_sharded])
+def test_bf16_checkpoint_fills_every_array(
+    write: Callable[..., Path], tmp_path: Path, rng: np.random.Generator
+) -> None:
+    weights = tiny.tensors(rng)
+    loaded = load(write(tmp_path, tiny.hf_config(), weights))
+    got = arrays(loaded.model)
+    for layer in range(2):
+        qkv, experts = expected(weights, layer)
+        assert same_bits(got[f"layers.{layer}.qkv_proj.weight"], qkv)
+        assert same_bits(got[f"layers.{layer}.experts.gate_up"], experts)
+    assert same_bits(got["embed"], weights["model.embed_tokens.weight"])
+    assert same_bits(got["norm"], weights["model.norm.weight"].astype(np.float32))
+    assert loaded.config.layers == 2 and loaded.tokenizer is None
+
+
+def test_float32_upcast_is_exact(tmp_path: Path, rng: np.random.Generator) -> None:
+    weights = tiny.tensors(rng)
+    got = arrays(load(tiny.write(tmp_path, tiny.hf_config(), weights), dtype="float32").model)
+    qkv, experts = expected(weights, 1)
+    assert same_bits(got["layers.1.qkv_proj.weight"], qkv.astype(np.float32))
+    assert same_bits(got["layers.1.experts.gate_up"], experts.astype(np.float32))
+
+
+def block_by_block(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The definition, one element at a time."""
+    out = np.zeros(weight.shape)
+    for row, column in np.ndindex(weight.shape):
+        out[row, column] = float(weight[row, column]) * float(scale[row // 128, column // 128])
+    return out
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 160), (130, 4), (128, 256)])
+def test_dequantised_blocks_are_weight_times_scale(
+    shape: tuple[int, int], rng: np.random.Generator
+) -> None:
+    weight = rng.integers(0, 127, shape, dtype=np.uint8).view(tiny.E4M3)
+    scale = rng.uniform(0.1, 3, plans.block_scale_shape(shape)).astype(np.float32)
+    got = dequantize_blocks(weight, scale)
+    np.testing.assert_allclose(got, block_by_block(weight, scale), rtol=1e-7)
+
+
+def test_block_fp8_linears_are_dequantised_and_experts_kept(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    weights = tiny.tensors(rng, fp8=True)
+    got = arrays(load(tiny.write(tmp_path, tiny.hf_config(fp8=True), weights)).model)
+    names = [f"model.layers.1.self_attn.{p}_proj.weight" for p in "qkv"]
+    parts = [block_by_block(weights[n], weights[plans.scale_name(n)]) for n in names]
+    # Products of fp8 and float32 have 28 bits at most, so float64's rounding to bf16 is the only
+    # one.
+    want = np.concatenate(parts).astype(np.float32).astype(ml_dtypes.bfloat16)
+    assert same_bits(got["layers.1.qkv_proj.weight"], want)
+    _, experts = expected(weights, 1)
+    assert same_bits(got["layers.1.experts.gate_up"], experts)
+    up = "model.layers.1.mlp.experts.1.up_proj.weight"
+    assert same_bits(got["layers.1.experts.gate_up_scale"][1, 1], weights[plans.scale_name(up)])
+
+
+def test_unquantised_linear_in_an_fp8_checkpoint_is_taken_as_it_is(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    weights = tiny.tensors(rng, fp8=True)
+    weights[Q0] = weights[Q0].astype(ml_dtypes.bfloat16)
+    del weights[plans.scale_name(Q0)]
+    got = arrays(load(tiny.write(tmp_path, tiny.hf_config(fp8=True), weights)).model)
+    assert same_bits(got["layers.0.qkv_proj.weight"][: tiny.HIDDEN], weights[Q0])
+
+
+def test_ignored_tensors_may_be_there(tmp_path: Path, rng: np.random.Generator) -> None:
+    weights = tiny.tensors(rng)
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    weights["model.mtp.norm.weight"] = np.ones(4, np.float32)
+    load(tiny.write(tmp_path, tiny.hf_config(), weights))
+
+
+def test_arrays_go_to_the_device_asked_for(tmp_path: Path, rng: np.random.Generator) -> None:
+    device = jax.devices()[-1]
+    loaded = load(tiny.write(tmp_path, tiny.hf_config(), tiny.tensors(rng)), device=device)
+    assert {array.device for array in named_arrays(loaded.model).values()} == {device}
+
+
+def test_model_keeps_its_weights_when_the_file_changes(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    weights = tiny.tensors(rng)
+    loaded = load(tiny.write(tmp_path, tiny.hf_config(), weights))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert same_bits(arrays(loaded.model)["embed"], weights["model.embed_tokens.weight"])
+
+
+# What does not fit
+
+
+def without(*names: str) -> Callable[[Weights], object]:
+    return lambda weights: [weights.pop(name) for name in names]
+
+
+def put(name: str, value: np.ndarray) -> Callable[[Weights], object]:
+    return lambda weights: weights.update({name: value})
+
+
+SCALE = plans.scale_name(Q0)
+GATE_SCALE = plans.scale_name(GATE)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "change", "message"),
+    [
+        (False, without(Q0), rf"tensors missing \(1\): {Q0}"),
+        (False, without(Q0, GATE), rf"tensors missing \(2\): {Q0}, {GATE}"),
+        (False, put("odd.weight", np.ones(2)),
+         r"tensors that the model does not use \(1\): odd.weight"),
+        (False, put(Q0, np.ones((3, 160), np.float32)),
+         rf"tensors of the wrong shape \(1\): {Q0} is \[3, 160\], expected \[160, 160\]"),
+        (False, put("model.norm.weight", np.ones(160, np.int32)),
+         "model.norm.weight is I32, expected BF16, F16 or F32"),
+        (False, put(Q0, np.ones((160, 160), tiny.E4M3)),
+         rf"wrong dtype \(1\): {Q0} is F8_E4M3, expected a format that config.json states"),
+        (True, put("model.embed_tokens.weight", np.ones((24, 160), tiny.E4M3)),
+         "model.embed_tokens.weight is F8_E4M3, expected bfloat16"),
+        (True, put(GATE, np.ones((144, 160), ml_dtypes.bfloat16)),
+         f"{GATE} is BF16, expected float8_e4m3fn"),
+        (True, without(SCALE), rf"fp8 weights without their scale \(1\): {Q0} needs {SCALE}"),
+        (True, without(GATE_SCALE),
+         rf"fp8 weights without their scale \(1\): {GATE} needs {GATE_SCALE}"),
+        (True, put(Q0, np.ones((160, 160), ml_dtypes.bfloat16)),
+         rf"scales without an fp8 weight \(1\): {SCALE} \({Q0} is BF16\)"),
+        (False, put("x.weight_scale_inv", np.ones(1)),
+         r"scales without an fp8 weight .*\(x.weight is missing\)"),
+        (True, put(SCALE, np.ones((1, 2), np.float32)),
+         rf"{SCALE} is \[1, 2\], expected \[2, 2\]"),
+        (True, put(SCALE, np.ones((2, 2), np.int32)), f"{SCALE} is I32, expected F32"),
+        (True, put(GATE_SCALE, np.ones((3, 2), np.float32)),
+         rf"{GATE_SCALE} is \[3, 2\], expected \[2, 2\]"),
+        (True, put(SCALE, np.zeros((2, 2), np.float32)),
+         rf"scales that are not positive and finite \(1\): {SCALE} has 0.0 at \[0, 0\]"),
+        (True, put(GATE_SCALE, np.array([[1, 1], [1, np.inf]], np.float32)),
+         rf"{GATE_SCALE} has inf at \[1, 1\]"),
+        (True, put(GATE_SCALE, np.array([[1, np.nan], [1, 1]], np.float32)),
+         rf"{GATE_SCALE} has nan at \[0, 1\]"),
+    ],
+)  # fmt: skip
+def test_misfit_is_named(
+    fp8: bool,
+    change: Callable[[Weights], object],
+    message: str,
+    tmp_path: Path,
+    rng: np.random.Generator,
+) -> None:
+    weights = tiny.tensors(rng, fp8=fp8)
+    change(weights)
+    tiny.write(tmp_path, tiny.hf_config(fp8=fp8), weights)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_long_lists_are_cut_and_counted(tmp_path: Path, rng: np.random.Generator) -> None:
+    weights = tiny.tensors(rng) | {f"extra.{i:02d}": np.ones(1) for i in range(25)}
+    tiny.write(tmp_path, tiny.hf_config(), weights)
+    with pytest.raises(CheckpointError, match=r"use \(25\): .*extra.09 and 15 more") as caught:
+        load(tmp_path)
+    assert "extra.10" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"architectures": ["OtherForCausalLM"]}, ValueError,
+         r"architectures \(OtherForCausalLM\) not known; known: .*Qwen3MoeForCausalLM"),
+        ({}, ValueError, r"architectures \(none\) not known"),
+    ],
+)  # fmt: skip
+def test_unknown_architecture_is_named(
+    config: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        find_model_class(config)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        tiny.BLOCK_FP8 | {"weight_block_size": [64, 64]},
+        tiny.BLOCK_FP8 | {"activation_scheme": "static"},
+        {"quant_method": "fp8", "activation_scheme": "static"},
+    ],
+)
+def test_unknown_weight_format_is_named(stated: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="is not a known weight format; known: none") as caught:
+        plans.quantization_format({"quantization_config": stated})
+    assert repr(stated["quant_method"]) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "want"),
+    [
+        ({}, None, "bfloat16"),
+        ({"torch_dtype": "float32"}, None, "float32"),
+        ({"dtype": "bfloat16", "torch_dtype": "float32"}, None, "bfloat16"),
+        ({"torch_dtype": "float32"}, "bfloat16", "bfloat16"),
+        ({"torch_dtype": "float16"}, "float32", "float32"),
+    ],
+)
+def test_dtype_is_the_callers_then_the_configs(
+    config: dict[str, Any], dtype: str | None, want: str
+) -> None:
+    assert resolve_dtype(config, dtype) == want
+
+
+def test_dtype_out_of_range_is_an_error() -> None:
+    with pytest.raises(ValueError, match="config.json's dtype must be one of bfloat16, float32"):
+        resolve_dtype({"torch_dtype": "float16"}, None)
+    with pytest.raises(ValueError, match="argument 'dtype' must be one of .*, got 'float64'"):
+        resolve_dtype({}, "float64")
+
+
+def test_missing_files_are_named_with_advice(tmp_path: Path) -> None:
+    with pytest.raises(
+        FileNotFoundError, match="no such directory; give the directory of a Hugging"
+    ):
+        load(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="no config.json there; is this a Hugging Face"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(NotADirectoryError, match="not a directory; give the one that holds"):
+        load(tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match="config.json: corrupt"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="expected a JSON object, got list"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tiny.hf_config()))
+    with pytest.raises(
+        FileNotFoundError, match="neither model.safetensors nor model.safetensors.ind"
+    ):
+        load(tmp_path)
+
+
+# Plans
+
+
+SPECS = {"a": jax.ShapeDtypeStruct((2, 3), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ([], r"arrays without a plan \(1\): a"),
+        ([plans.single("a", "x", (2, 3))] * 2, r"arrays planned twice \(1\): a"),
+        ([plans.single("a", "x", (2, 3)), plans.single("b", "y", (1,))],
+         r"planned arrays that the model has not \(1\): b"),
+        ([plans.single("a", "x", (3, 2))],
+         r"arrays of another shape \(1\): a is \(2, 3\), planned \(3, 2\)"),
+        ([plans.LoadItem("a", (2, 3), (plans.Source("x", (1, 3), (0,)),))],
+         r"arrays that their sources do not fill \(1\): a"),
+    ],
+)  # fmt: skip
+def test_plan_that_does_not_fit_its_model_is_an_error(
+    plan: list[plans.LoadItem], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"Tiny.checkpoint_plan: {message}"):
+        check_targets("Tiny", plan, SPECS)
+
+
+def test_concat_refuses_parts_that_do_not_join() -> None:
+    with pytest.raises(ValueError, match="a: parts of shapes .* do not join along axis 0"):
+        plans.concat("a", [("x", (2, 3)), ("y", (2, 4))])
+
+
+def test_fp8_weight_whose_scale_nobody_plans_is_an_error(tmp_path: Path) -> None:
+    weights = {"x": np.ones((2, 3), tiny.E4M3), "x_scale_inv": np.ones((1, 1), np.float32)}
+    save_file(weights, tmp_path / "model.safetensors")
+    specs = {"a": jax.ShapeDtypeStruct((2, 3), tiny.E4M3)}
+    with Checkpoint(tmp_path) as checkpoint:
+        with pytest.raises(
+            CheckpointError, match="fp8 weights whose scale the model does not plan"
+        ):
+            check_tensors(
+                checkpoint, [plans.single("a", "x", (2, 3))], specs, quantization="fp8_block"
+            )
+
+
+def test_parts_join_along_any_axis_and_transforms_apply(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    x, y = (rng.normal(size=(3, n)).astype(ml_dtypes.bfloat16) for n in (2, 4))
+    save_file({"x": x, "y": y}, tmp_path / "model.safetensors")
+    joined = plans.concat("a", [("x", x.shape), ("y", y.shape)], axis=-1)
+    turned = plans.single("a", "x", x.shape, transform=np.transpose)
+    with Checkpoint(tmp_path) as checkpoint:
+        spec = jax.ShapeDtypeStruct((3, 6), ml_dtypes.bfloat16)
+        assert same_bits(assemble(checkpoint, joined, spec), np.concatenate([x, y], 1))
+        spec = jax.ShapeDtypeStruct((2, 3), np.float32)
+        assert same_bits(assemble(checkpoint, turned, spec), x.T.astype(np.float32))
+        with pytest.raises(
+            CheckpointError, match=r"a: its transform gives float32\(2, 3\), expected"
+        ):
+            assemble(checkpoint, turned, jax.ShapeDtypeStruct((3, 2), np.float32))
