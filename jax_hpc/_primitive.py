@@ -91,7 +91,7 @@ class Operator:
         results_tree = jax.tree.structure(self.shape_rule(operands, params))
         leaves, tree = jax.tree.flatten(operands)
         flat = self._primitive.bind(
-            *_vary_alike(leaves), tree=tree, params=params, implementation=implementation
+            *vary_alike(leaves), tree=tree, params=params, implementation=implementation
         )
         return jax.tree.unflatten(results_tree, flat)
 
@@ -251,7 +251,7 @@ def _fold(size: int, value: jax.Array, axis: _Axis) -> jax.Array:
     return value.reshape(size * value.shape[1], *value.shape[2:])
 
 
-def _vary_alike(leaves: Sequence[Any]) -> list[Any]:
+def vary_alike(leaves: Sequence[Any]) -> list[Any]:
     """Inside shard_map, mark every operand as varying over the axes that any of them varies on."""
     varying = [_varying_axes(leaf) for leaf in leaves]
     union = frozenset[Any]().union(*varying)
@@ -301,6 +301,6 @@ def _refuse_automatic_sharding(name: str, axis_context: Any) -> None:
     if devices > 1:
         raise ValueError(
             f"{name}: the kernel is compiled for one device, but the program is partitioned over "
-            f"{devices}; call it inside jax.shard_map with every mesh axis manual (otherwise XLA "
+            f"{devices} devices; call it inside jax.shard_map with every mesh axis manual (else XLA "
             "would gather all operands on every device)"
         )

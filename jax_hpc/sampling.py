@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_hpc._checks import Dims, check, check_dtype
-from jax_hpc._primitive import _vary_alike
+from jax_hpc._primitive import vary_alike
 
 _SMALLEST_NORMAL = np.finfo(np.float32).tiny
 _LARGEST = np.finfo(np.float32).max
@@ -227,7 +227,7 @@ def _check(
 def _vary_together[T](operands: T) -> T:
     """Inside shard_map the branches of a cond must vary over the same mesh axes."""
     leaves, tree = jax.tree.flatten(operands)
-    return jax.tree.unflatten(tree, _vary_alike(leaves))
+    return jax.tree.unflatten(tree, vary_alike(leaves))
 
 
 def _penalise(logits: Array, params: SamplingParams, counts: TokenCounts) -> Array:
