@@ -80,8 +80,6 @@ def qk_norm_rope_append(
       TypeError: a dtype is not supported.
       NotImplementedError: ``implementation="cuda"`` and no kernel takes the case.
     """
-    k_scale = jnp.float32(k_scale) if isinstance(k_scale, int | float) else k_scale
-    v_scale = jnp.float32(v_scale) if isinstance(v_scale, int | float) else v_scale
     operands = Operands(
         qkv=qkv,
         q_norm=q_norm,
@@ -91,8 +89,8 @@ def qk_norm_rope_append(
         slots=slots,
         k_pages=k_pages,
         v_pages=v_pages,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        k_scale=_as_array(k_scale),
+        v_scale=_as_array(v_scale),
         k_scale_pages=k_scale_pages,
     )
     check_choice(_OPERATOR, "norm", norm, NORMS)
@@ -104,6 +102,10 @@ def qk_norm_rope_append(
     _check_norms(dims, operands, norm)
     params = Params(float(eps), norm, rope_style, bool(quantize_q))
     return OPERATOR(operands, params, implementation=implementation)
+
+
+def _as_array(scale: jax.Array | float | None) -> jax.Array | None:
+    return jnp.asarray(scale, jnp.float32) if isinstance(scale, int | float) else scale
 
 
 def _check_caches(dims: Dims, operands: Operands) -> None:

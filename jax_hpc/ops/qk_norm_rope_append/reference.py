@@ -87,8 +87,8 @@ def _stored(x: jax.Array, dtype: jnp.dtype, scale: jax.Array | None) -> jax.Arra
     """K or V ``[T, Hkv, D]`` in the cache's dtype; the scale is [], [Hkv] or [T, Hkv]."""
     if dtype != fp8.E4M3:
         return x.astype(dtype)
-    scale = jnp.float32(1.0) if scale is None else scale
-    return fp8.quantize(x, scale if scale.ndim == 0 else scale[..., :, None])
+    scale = jnp.ones((), jnp.float32) if scale is None else scale
+    return fp8.quantize(x, scale if scale.ndim == 0 else scale[..., None])
 
 
 def _write(cache: jax.Array, page: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
