@@ -18,7 +18,7 @@ echo "== fresh environment without nvcc: $work"
 "$python" -m venv "$work/venv"
 env -u CUDACXX -u CUDA_HOME -u CUDA_PATH PATH="$path" JAX_HPC_CUDA=wheels \
   "$work/venv/bin/python" -m pip install -v . 2>&1 | tee "$work/log" |
-  grep --line-buffered -E '^ *(jax_hpc:|Collecting|\[[0-9]+/|-- The CUDA|Successfully|ERROR|error)' || true
+  { grep --line-buffered -E '^ *(jax_hpc:|Collecting|\[[0-9]+/|-- The CUDA|Successfully|ERROR|error)' || true; }
 grep -q "jax_hpc: building the CUDA extension with NVIDIA's compiler wheels" "$work/log"
 
 cd "$work"
