@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self, TextIO
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -58,6 +60,18 @@ class Progress:
         )
 
 
+@contextmanager
+def status(label: str, *, enabled: bool = True, stream: TextIO | None = None) -> Iterator[None]:
+    """Says that something of unknown length is going on, and how long it took."""
+    shown = sys.stderr if stream is None else stream
+    spinner = _rich_spinner(label, shown) if enabled and shown.isatty() else None
+    start = time.monotonic()
+    with nullcontext() if spinner is None else spinner:
+        yield
+    if enabled:
+        print(f"{label}: {time.monotonic() - start:.1f} s", file=shown, flush=True)
+
+
 def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
@@ -76,3 +90,11 @@ def _rich_bar(stream: TextIO) -> Any:
         progress.TimeRemainingColumn(),
         console=Console(file=stream),
     )
+
+
+def _rich_spinner(label: str, stream: TextIO) -> Any:
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(file=stream).status(label)

@@ -57,7 +57,7 @@ class Tokenizer:
     def __init__(
         self, backend: Any, settings: Mapping[str, Any] | None = None, template: str | None = None
     ):
-        """backend: a `tokenizers.Tokenizer`; template: a chat template, instead of the settings'."""
+        """backend: a `tokenizers.Tokenizer`; template: a chat template, before the settings'."""
         self._backend = backend
         self._settings = dict(settings or {})
         self._template = template
@@ -167,14 +167,17 @@ class StreamingDetokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """Takes the next tokens and returns the text that is now certain (possibly none)."""
-        self._ids.extend(int(i) for i in ids)
-        if not self._ids or self._tokenizer.is_byte_token(self._ids[-1]):
+        return "".join([self._push(int(token_id)) for token_id in ids])
+
+    def _push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        if self._tokenizer.is_byte_token(token_id):
             return ""
         before, text = self._texts()
-        if text.endswith(_REPLACEMENT) or not text.startswith(before) or len(text) == len(before):
+        if text.endswith(_REPLACEMENT) or not text.startswith(before) or text == before:
             return ""
-        # The last piece's tokens stay as context: decoders treat the first word of a text in its
-        # own way.
+        # The last piece's tokens stay as context: decoders treat the first word of a text in
+        # their own way.
         self._ids = self._ids[self._context :]
         self._context = len(self._ids)
         return text[len(before) :]
@@ -291,10 +294,10 @@ def _choose_template(settings: Mapping[str, Any], with_tools: bool) -> str:
 
 def _environment() -> Any:
     """Jinja as transformers sets it up, which is what the templates are written for."""
-    jinja2 = _extra("jinja2")
-    sandbox = importlib.import_module("jinja2.sandbox")
+    jinja2, ext, nodes = _extra("jinja2"), _extra("jinja2.ext"), _extra("jinja2.nodes")
+    sandbox = _extra("jinja2.sandbox")
 
-    class Generation(jinja2.ext.Extension):
+    class Generation(ext.Extension):
         """``{% generation %}`` marks the assistant's part for training; here it is plain text."""
 
         tags = frozenset({"generation"})
@@ -302,7 +305,7 @@ def _environment() -> Any:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body, lineno=line)
+            return nodes.Scope(body, lineno=line)
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
