@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_hpc.cache import PagedKVCache, slots_of
 from jax_hpc.nn import FusedMoE, PagedAttention, RMSNorm, SplitRouter
-from jax_hpc.rope import rope_table
+from jax_hpc import rope_table
 from jax_hpc.step import StepInputs
 
 HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM = 128, 4, 2, 64

@@ -15,7 +15,7 @@ from jax_hpc import (
 )
 from jax_hpc.cache import slots_of
 from jax_hpc.ops import DenseExperts
-from jax_hpc.rope import rope_table
+from jax_hpc import rope_table
 
 BATCH, HIDDEN = 2, 128
 Q_HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
