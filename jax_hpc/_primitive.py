@@ -131,6 +131,9 @@ class Operator:
 
     def _lower_xla(self, ctx: Any, *values: Any, tree: Any, params: Any) -> Any:
         run = functools.partial(self._run, tree=tree, params=params, truth=False)
+        # A form is arithmetic of one device: inside shard_map it need not know over which axes
+        # its values vary, and its loops may start from constants.
+        ctx = ctx.replace(avals_in=[_unvarying(aval) for aval in ctx.avals_in])
         return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
 
     def _lower_default(
@@ -276,6 +279,10 @@ def _like(avals: Sequence[Any], result: jax.ShapeDtypeStruct) -> Any:
         weak_type=False,
         sharding=jax.sharding.NamedSharding(avals[0].sharding.mesh, spec),
     )
+
+
+def _unvarying(aval: Any) -> Any:
+    return aval.update(manual_axis_type=jax.core.ShapedArray((), aval.dtype).manual_axis_type)
 
 
 def _leaf_index(tree: Any, field: str) -> int:

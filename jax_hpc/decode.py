@@ -33,7 +33,8 @@ class DecodeState:
     page_table: int32 ``[B, M]``, pages in the order of positions; unassigned entries -1.
     finished: bool ``[B]``, sequences that do not decode: ended, or still without their prompt.
         They cost nothing in a step and emit NO_TOKEN.
-    limits: int32 ``[B]``, length (prompt and generated tokens) at which a sequence ends.
+    limits: int32 ``[B]``, length (prompt and generated tokens) at which a sequence ends; it
+        also ends where its page table has no page for the next token.
     eos_ids: int32 ``[B, n]``, tokens that end a sequence, padded with NO_TOKEN.
     seeds: uint32 ``[B]``; with the position they determine a sequence's random choices.
     sampling: how each sequence samples. counts: tokens seen, None where no penalty is used.
@@ -135,12 +136,13 @@ def make_prefill(model: nnx.Module) -> Prefill:
         params: Any, cache: PagedKVCache, state: DecodeState, chunk: PrefillChunk
     ) -> tuple[jax.Array, PagedKVCache, DecodeState]:
         model: Any = nnx.merge(graph, params)
-        inputs = _prefill_inputs(cache, state, chunk)
+        page_size = cache.page_size
+        inputs = _prefill_inputs(page_size, state, chunk)
         hidden, cache = model(inputs, cache)
         last = jnp.clip(chunk.q_starts + chunk.q_lens - 1, 0, chunk.tokens.shape[0] - 1)
         logits = model.logits(hidden[last])
         emits = chunk.completes & (chunk.q_lens > 0)
-        tokens, state = _advance(state, logits, state.kv_lens + chunk.q_lens, emits)
+        tokens, state = _advance(state, logits, state.kv_lens + chunk.q_lens, emits, page_size)
         return tokens, cache, state
 
     return jax.jit(prefill, donate_argnums=(1, 2))
@@ -209,11 +211,11 @@ def decode_step(
     hidden, cache = model(inputs, cache)
     logits = model.logits(hidden)
     kv_lens = jnp.where(running, state.kv_lens + 1, state.kv_lens)
-    tokens, state = _advance(state, logits, kv_lens, running)
+    tokens, state = _advance(state, logits, kv_lens, running, cache.page_size)
     return tokens, cache, state
 
 
-def _prefill_inputs(cache: PagedKVCache, state: DecodeState, chunk: PrefillChunk) -> StepInputs:
+def _prefill_inputs(page_size: int, state: DecodeState, chunk: PrefillChunk) -> StepInputs:
     num_rows = chunk.tokens.shape[0]
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     offsets = rows[:, None] - chunk.q_starts[None, :]
@@ -222,7 +224,7 @@ def _prefill_inputs(cache: PagedKVCache, state: DecodeState, chunk: PrefillChunk
     owned = jnp.any(owns, axis=1)
     offset = jnp.take_along_axis(offsets, sequence[:, None], axis=1)[:, 0]
     positions = jnp.where(owned, state.kv_lens[sequence] + offset, 0)
-    slots = slots_of(state.page_table[sequence], positions, cache.page_size)
+    slots = slots_of(state.page_table[sequence], positions, page_size)
     return StepInputs(
         tokens=chunk.tokens,
         positions=positions,
@@ -236,13 +238,19 @@ def _prefill_inputs(cache: PagedKVCache, state: DecodeState, chunk: PrefillChunk
 
 
 def _advance(
-    state: DecodeState, logits: jax.Array, kv_lens: jax.Array, emits: jax.Array
+    state: DecodeState,
+    logits: jax.Array,
+    kv_lens: jax.Array,
+    emits: jax.Array,
+    page_size: int,
 ) -> tuple[jax.Array, DecodeState]:
     """Sample one token for the sequences that emit, and see which of them end with it."""
     sampled = sample(logits, state.sampling, state.seeds, kv_lens, state.counts)
     at_eos = jnp.any(sampled[:, None] == state.eos_ids, axis=1)
-    # A token that ends its sequence is never fed back, so it needs no room in the cache.
-    ends = at_eos | (kv_lens + 1 >= state.limits)
+    # A token without a page to go to could not be attended to: the sequence ends before it is
+    # fed back.
+    has_room = slots_of(state.page_table, kv_lens, page_size) >= 0
+    ends = at_eos | (kv_lens + 1 >= state.limits) | ~has_room
     counts = state.counts
     if counts is not None:
         counts = update_counts(counts, sampled, emits)

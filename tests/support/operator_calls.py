@@ -1,0 +1,167 @@
+"""One small call of every operator, for tests that hold for all of them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import jax_hpc
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """run(x, rest, implementation) -> pytree; x is the operand that transformations vary.
+
+    x_spec, rest_spec, out_spec: how shard_map over the axis "t" splits the call into
+    independent parts.
+    float_x: whether x is real-valued, so that a gradient can be asked for.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    x: jax.Array
+    rest: Any
+    x_spec: Any
+    rest_spec: Any
+    out_spec: Any
+    float_x: bool = True
+
+
+def _array(rng: np.random.Generator, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.asarray(rng.normal(0, 1, shape).astype(np.float32)).astype(dtype)
+
+
+def _integers(values: Any) -> jax.Array:
+    return jnp.asarray(values, jnp.int32)
+
+
+def _router_gemm(rng: np.random.Generator) -> Call:
+    weight = jax_hpc.split_router_weight(_array(rng, 16, 32))
+
+    def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
+        return jax_hpc.router_gemm(x, rest, implementation=implementation)
+
+    return Call("router_gemm", run, _array(rng, 8, 32), weight, P("t"), P(), P("t"))
+
+
+def _route_topk(rng: np.random.Generator) -> Call:
+    def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
+        return jax_hpc.route_topk(
+            x, 3, bias=rest, renormalize=True, implementation=implementation
+        )
+
+    return Call("route_topk", run, _array(rng, 8, 16), _array(rng, 16), P("t"), P(), P("t"))
+
+
+def _pages(rng: np.random.Generator, heads: int) -> tuple[jax.Array, jax.Array]:
+    return _array(rng, 6, heads, 16, 16), _array(rng, 6, heads, 16, 16)
+
+
+def _decode_attention(rng: np.random.Generator) -> Call:
+    k, v = _pages(rng, 4)
+    table, lens = _integers([[0, 3], [5, -1], [1, 2]]), _integers([20, 7, 0])
+
+    def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
+        k, v, table, lens = rest
+        return jax_hpc.decode_attention(x, k, v, table, lens, implementation=implementation)
+
+    heads = P(None, "t")
+    return Call(
+        "decode_attention",
+        run,
+        _array(rng, 3, 8, 16),
+        (k, v, table, lens),
+        heads,
+        (heads, heads, P(), P()),
+        heads,
+    )
+
+
+def _prefill_attention(rng: np.random.Generator) -> Call:
+    k, v = _pages(rng, 4)
+    rest = (k, v, _integers([[0, 3], [5, -1]]), *map(_integers, ([1, 5], [4, 2], [20, 7])))
+
+    def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
+        return jax_hpc.prefill_attention(x, *rest, max_q_len=4, implementation=implementation)
+
+    heads = P(None, "t")
+    return Call(
+        "prefill_attention",
+        run,
+        _array(rng, 8, 8, 16),
+        rest,
+        heads,
+        (heads, heads, P(), P(), P(), P()),
+        heads,
+    )
+
+
+def _decode_schedule(rng: np.random.Generator) -> Call:
+    def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
+        del rest
+        schedule = jax_hpc.decode_schedule(
+            x,
+            num_q_heads=8,
+            num_kv_heads=2,
+            head_dim=64,
+            kv_dtype=jnp.bfloat16,
+            page_size=16,
+            num_ctas=8,
+            implementation=implementation,
+        )
+        return schedule.span_pair, schedule.span_tile, schedule.merge_last
+
+    lens = _integers(rng.integers(0, 4000, 8))
+    return Call("decode_schedule", run, lens, (), P("t"), (), P("t"), float_x=False)
+
+
+def _qk_norm_rope_append(rng: np.random.Generator) -> Call:
+    k, v = _pages(rng, 4)
+    norm = _array(rng, 16)
+    table = jnp.asarray(jax_hpc.rope_table(32, 16, 1e4))
+    # Heads are split over four ranks, each rank's rows being q q k v.
+    rest = (norm, norm, table, _integers([0, 31, 5]), _integers([17, -1, 40]), k, v)
+
+    def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
+        out = jax_hpc.qk_norm_rope_append(x, *rest, implementation=implementation)
+        return out.q, out.k_pages, out.v_pages
+
+    heads = P(None, "t")
+    return Call(
+        "qk_norm_rope_append",
+        run,
+        _array(rng, 3, (8 + 2 * 4) * 16),
+        rest,
+        heads,
+        (P(), P(), P(), P(), P(), heads, heads),
+        (heads, heads, heads),
+    )
+
+
+def _fused_moe(rng: np.random.Generator) -> Call:
+    experts = jax_hpc.DenseExperts(_array(rng, 4, 2, 16, 32), _array(rng, 4, 32, 16))
+    ids = _integers(rng.integers(-1, 5, (8, 2)))
+    rest = (ids, jnp.abs(_array(rng, 8, 2)), experts)
+
+    def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
+        return jax_hpc.fused_moe(x, *rest, implementation=implementation)
+
+    rows = P("t")
+    return Call(
+        "fused_moe", run, _array(rng, 8, 32), rest, rows, (rows, rows, P()), rows
+    )
+
+
+MAKERS = {
+    "decode_attention": _decode_attention,
+    "decode_schedule": _decode_schedule,
+    "fused_moe": _fused_moe,
+    "prefill_attention": _prefill_attention,
+    "qk_norm_rope_append": _qk_norm_rope_append,
+    "route_topk": _route_topk,
+    "router_gemm": _router_gemm,
+}

@@ -1,0 +1,243 @@
+"""Prefill and the decode loop: consistency, padding, ends, and what the compiled loop does."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_hpc import decode, profiling
+from jax_hpc.decode import NO_TOKEN, DecodeState, PrefillChunk, make_decode_loop, make_prefill
+from jax_hpc.sampling import SamplingParams, TokenCounts
+from tests.support import tiny_models
+from tests.support.numerics import assert_bitwise
+
+PAGE = 16
+STEPS = 5
+
+
+@functools.cache
+def model() -> Any:
+    return tiny_models.qwen3_moe()
+
+
+@functools.cache
+def prefill_fn() -> Any:
+    return make_prefill(model())
+
+
+@functools.cache
+def loop_fn(steps: int = STEPS, early_exit: bool = False) -> Any:
+    return make_decode_loop(model(), steps, early_exit=early_exit)
+
+
+def prompts(rng: np.random.Generator, lengths: tuple[int, ...]) -> list[list[int]]:
+    return [rng.integers(0, 96, n).tolist() for n in lengths]
+
+
+def new_state(batch: int, limit: int = 64, pages: int = 4, **kwargs: Any) -> DecodeState:
+    table = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)[:, ::-1]
+    return DecodeState.create(
+        jnp.asarray(table), jnp.full(batch, limit, jnp.int32), **kwargs
+    )
+
+
+def chunk(parts: list[list[int]], completes: list[bool], rows: int = 32) -> PrefillChunk:
+    """Prompt parts laid one after the other, with a gap of padding rows in front."""
+    tokens, starts, at = np.full(rows, 5, np.int32), [], 2
+    for part in parts:
+        tokens[at : at + len(part)] = part
+        starts.append(at)
+        at += len(part)
+    return PrefillChunk(
+        jnp.asarray(tokens),
+        jnp.asarray(starts, jnp.int32),
+        jnp.asarray([len(p) for p in parts], jnp.int32),
+        jnp.asarray(completes),
+    )
+
+
+def start(
+    given: list[list[int]], batch: int | None = None, **kwargs: Any
+) -> tuple[np.ndarray, Any, DecodeState]:
+    """Prefill prompts in one chunk: first tokens, cache, state."""
+    batch = batch or len(given)
+    state = new_state(batch, **kwargs)
+    parts = given + [[]] * (batch - len(given))
+    params = decode.params_of(model())
+    cache = model().new_cache(batch * 4, PAGE)
+    completes = [bool(p) for p in parts]
+    tokens, cache, state = prefill_fn()(params, cache, state, chunk(parts, completes))
+    return np.asarray(tokens), cache, state
+
+
+def generate(given: list[list[int]], **kwargs: Any) -> np.ndarray:
+    """First tokens and STEPS more: [STEPS + 1, B]."""
+    first, cache, state = start(given, **kwargs)
+    tokens, _, _ = loop_fn()(decode.params_of(model()), cache, state)
+    return np.concatenate([first[None], np.asarray(tokens)])
+
+
+def test_decoding_equals_prefilling_everything(rng: np.random.Generator) -> None:
+    """Each greedy token of the loop is the one a prefill of the whole text so far gives."""
+    given = prompts(rng, (7, 1, 16))
+    got = generate(given)
+    texts = [list(p) for p in given]
+    for step in range(STEPS + 1):
+        first, _, _ = start(texts, limit=64) if step < 3 else (got[step], None, None)
+        assert_bitwise(got[step], first)
+        for row, token in zip(texts, got[step], strict=True):
+            row.append(int(token))
+
+
+def test_a_sequence_does_not_depend_on_its_batch(rng: np.random.Generator) -> None:
+    given = prompts(rng, (5, 9, 3))
+    sampling = SamplingParams.create(3, temperature=(0.0, 0.9, 1.3), top_k=(0, 20, 0))
+    seeds = jnp.array([3, 11, 7], jnp.uint32)
+    together = generate(given, sampling=sampling, seeds=seeds)
+    order = np.array([2, 0, 1])
+    permuted = generate(
+        [given[i] for i in order],
+        sampling=jax.tree.map(lambda a: a[order], sampling),
+        seeds=seeds[order],
+    )
+    assert_bitwise(permuted, together[:, order])
+
+
+def test_prefill_in_chunks_equals_prefill_at_once(rng: np.random.Generator) -> None:
+    given = prompts(rng, (11, 6))
+    whole, whole_cache, whole_state = start(given)
+    params, state = decode.params_of(model()), new_state(2)
+    cache = model().new_cache(8, PAGE)
+    one = chunk([given[0][:4], given[1]], [False, True])
+    two = chunk([given[0][4:], []], [True, False])
+    first, cache, state = prefill_fn()(params, cache, state, one)
+    np.testing.assert_array_equal(first, [NO_TOKEN, whole[1]])
+    np.testing.assert_array_equal(state.finished, [True, False])
+    second, cache, state = prefill_fn()(params, cache, state, two)
+    np.testing.assert_array_equal(second, [whole[0], NO_TOKEN])
+    np.testing.assert_array_equal(state.tokens, whole_state.tokens)
+    np.testing.assert_array_equal(state.kv_lens, [11, 6])
+    for got, want in zip(jax.tree.leaves(cache), jax.tree.leaves(whole_cache), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_finished_rows_touch_nothing_and_emit_nothing(rng: np.random.Generator) -> None:
+    given = prompts(rng, (4, 8))
+    _, cache, state = start(given, batch=3)
+    state = dataclasses.replace(state, finished=jnp.array([False, True, True]))
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(cache)]
+    pages_of_others = np.asarray(state.page_table)[1:].ravel()
+    lens = np.asarray(state.kv_lens)
+    tokens, cache, after = loop_fn()(decode.params_of(model()), cache, state)
+    assert (np.asarray(tokens)[:, 1:] == NO_TOKEN).all()
+    assert (np.asarray(tokens)[:, 0] != NO_TOKEN).all()
+    np.testing.assert_array_equal(after.kv_lens, lens + [STEPS, 0, 0])
+    for old, new in zip(before, jax.tree.leaves(cache), strict=True):
+        assert_bitwise(np.asarray(new)[pages_of_others], old[pages_of_others])
+
+
+def test_ends_by_eos_limit_and_capacity(rng: np.random.Generator) -> None:
+    given = prompts(rng, (6, 6, 6))
+    free = generate(given)
+    # Row 0 ends at the token of step 2, row 1 by its limit after 4 tokens, row 2 runs on.
+    eos = jnp.full((3, 2), NO_TOKEN, jnp.int32).at[0, 1].set(int(free[2, 0]))
+    first, cache, state = start(given, eos_ids=eos)
+    state = dataclasses.replace(state, limits=jnp.array([64, 10, 64], jnp.int32))
+    tokens, _, state = loop_fn()(decode.params_of(model()), cache, state)
+    got = np.concatenate([first[None], np.asarray(tokens)])
+    ends = int(np.argmax(free[:, 0] == free[2, 0])) + 1
+    want = free.copy()
+    want[ends:, 0] = NO_TOKEN
+    want[4:, 1] = NO_TOKEN
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(state.finished, [True, True, False])
+
+
+def test_a_full_table_ends_the_sequence(rng: np.random.Generator) -> None:
+    """A cache of one page: 16 tokens fit, the 17th is emitted and never stored."""
+    state = new_state(1, limit=1000, pages=1)
+    cache = model().new_cache(1, PAGE)
+    params = decode.params_of(model())
+    parts = prompts(rng, (13,))
+    _, cache, state = prefill_fn()(params, cache, state, chunk(parts, [True]))
+    tokens, _, state = loop_fn()(params, cache, state)
+    assert (np.asarray(tokens)[:, 0] != NO_TOKEN).tolist() == [True, True, True, False, False]
+    assert state.finished.item() and state.kv_lens.item() == 16
+
+
+def test_early_exit_gives_the_same_tokens_and_stops(rng: np.random.Generator) -> None:
+    given = prompts(rng, (6, 3))
+    params = decode.params_of(model())
+    outcome = []
+    for early_exit in (False, True):
+        _, cache, state = start(given, limit=9)
+        outcome.append(loop_fn(12, early_exit)(params, cache, state))
+    assert_bitwise(outcome[0][0], outcome[1][0])
+    assert (np.asarray(outcome[1][0])[7:] == NO_TOKEN).all()
+
+
+def test_penalties_see_prompt_and_output(rng: np.random.Generator) -> None:
+    """An unbounded repetition penalty never lets a token come twice."""
+    given = prompts(rng, (6, 9))
+    sampling = SamplingParams.create(2, temperature=0.0, repetition_penalty=1e9)
+    counts = TokenCounts.from_prompts(given, 96)
+    got = generate(given, sampling=sampling, counts=counts)
+    for row, prompt in enumerate(given):
+        seen = prompt + got[:, row].tolist()
+        assert len(set(got[:, row].tolist())) == STEPS + 1
+        assert not set(seen[: len(prompt)]) & set(got[:, row].tolist())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bf16"])
+def test_the_compiled_loop_copies_no_cache_and_needs_no_host(dtype: Any) -> None:
+    big = tiny_models.qwen3_moe(dtype)
+    state = new_state(3)
+    cache = big.new_cache(512, PAGE)
+    compiled = make_decode_loop(big, 4).lower(decode.params_of(big), cache, state).compile()
+    leaves = jax.tree.leaves(cache)
+    assert profiling.cache_copies(compiled, leaves) == []
+    assert profiling.host_transfers(compiled) == []
+    assert profiling.loops_without_trip_count(compiled) == []
+    cache_bytes = sum(leaf.nbytes for leaf in leaves)
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes
+
+
+def test_the_cache_keeps_its_address(rng: np.random.Generator) -> None:
+    _, cache, state = start(prompts(rng, (4, 8)))
+    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
+    _, cache, _ = loop_fn()(decode.params_of(model()), cache, state)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)] == before
+
+
+def test_the_copy_finder_finds_copies() -> None:
+    """A test that finds nothing must be able to find something."""
+    cache = jnp.zeros((512, 2, 16, 32))
+
+    def doubled(cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return cache.at[3, :, 2].set(1.0), cache[:, ::-1]
+
+    compiled = jax.jit(doubled).lower(cache).compile()
+    assert profiling.cache_copies(compiled, [cache])
+    waits = jax.jit(lambda x: jax.lax.while_loop(lambda v: v[0] < 3, lambda v: v + 1, x))
+    assert profiling.loops_without_trip_count(waits.lower(jnp.zeros(2)).compile())
+    def notify(x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda value: None, x)
+        return x + 1
+
+    assert profiling.host_transfers(jax.jit(notify).lower(jnp.zeros(2)).compile())
+
+
+def test_state_checks() -> None:
+    table, limits = jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32)
+    with pytest.raises(ValueError, match=r"DecodeState.create: argument 'limits' must have shape"):
+        DecodeState.create(table, jnp.zeros(3, jnp.int32))
+    with pytest.raises(TypeError, match="'page_table' must be int32, got float32"):
+        DecodeState.create(table.astype(jnp.float32), limits)
+    with pytest.raises(ValueError, match="make_decode_loop: argument 'num_steps' must be >= 1"):
+        make_decode_loop(model(), 0)
