@@ -1,8 +1,9 @@
 """The demo checkpoint's text: English that ships with Python itself.
 
-Sources are `pydoc_data.topics` (the language reference as `help()` shows it) and the docstrings
-of the standard library. Wrapped plain text becomes flowing markdown: headings, paragraphs on one
-line, fenced code. The corpus depends on the Python version that runs this; its hash is recorded.
+Sources are `pydoc_data.topics` (the language reference as `help()` shows it) and the standard
+library's docstrings and longer comments, its tests' too. Wrapped plain text becomes flowing
+markdown: headings, paragraphs on one line, fenced code. The corpus depends on the Python version
+that runs this; its hash is recorded.
 
     python scripts/demo_corpus.py corpus.json    # to train elsewhere on this Python's text
 """
@@ -18,6 +19,7 @@ import platform
 import re
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -39,7 +41,7 @@ ASCII = str.maketrans(
 class Entry:
     """One piece of text: a topic, one section of a topic, or one docstring."""
 
-    kind: str  # "topic", "section" or "docstring"
+    kind: str  # "topic", "section", "docstring" (public), "prose" (other docstrings, comments)
     name: str  # what a person would ask about
     text: str
     held_out: bool
@@ -199,20 +201,65 @@ def _extension_docstrings() -> Iterator[tuple[str, str]]:
                         yield f"{public}.{method}", str(value.__doc__ or "")
 
 
-def _docstring_entries() -> Iterator[Entry]:
-    seen: set[str] = set()
+def _is_english(text: str) -> bool:
+    """Long enough, mostly letters, and no legal notice."""
+    letters = sum(c.isalpha() and c.isascii() or c.isspace() for c in text)
+    legal = re.search(r"(?i)copyright|licen[cs]e|warrant", text)
+    return len(text) >= 60 and letters >= 0.75 * len(text) and not legal
+
+
+def _docstring_entries(seen: set[str]) -> Iterator[Entry]:
     for name, raw in [*_library_docstrings(), *_extension_docstrings()]:
         text = to_markdown(inspect.cleandoc(raw))
-        letters = sum(c.isalpha() or c.isspace() for c in text)
-        if len(text) < 60 or letters < 0.75 * len(text) or text in seen:
+        if not _is_english(text) or text in seen:
             continue
         seen.add(text)
         yield Entry("docstring", name, text, name.split(".")[0] in HELD_OUT_MODULES)
 
 
+def _is_held_out(path: str) -> bool:
+    return any(part.removeprefix("test_") in HELD_OUT_MODULES for part in path.split("."))
+
+
+def _comments(source: str) -> Iterator[str]:
+    """Blocks of comment lines that read like English."""
+    block: list[str] = []
+    for line in [*source.split("\n"), ""]:
+        match = re.match(r"\s*#\s?(.*)", line)
+        if match:
+            block.append(match[1])
+        elif block:
+            yield "\n".join(block)
+            block.clear()
+
+
+def _prose_entries(seen: set[str]) -> Iterator[Entry]:
+    """What `_docstring_entries` leaves out: one entry per source file with its other texts."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        if name.startswith("site-packages") or _is_held_out(name):
+            continue
+        try:
+            source = path.read_text(encoding="utf-8")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)
+                nodes = list(ast.walk(ast.parse(source)))
+        except (SyntaxError, UnicodeDecodeError):
+            continue  # some of the tests' files are broken on purpose
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        raw = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented)]
+        texts = [to_markdown(text) for text in [*raw, *_comments(source)]]
+        kept = [text for text in dict.fromkeys(texts) if _is_english(text) and text not in seen]
+        seen.update(kept)
+        if kept:
+            yield Entry("prose", name, "\n\n".join(kept), False)
+
+
 def load_entries() -> list[Entry]:
     """All entries; training text repeats no held-out paragraph of 60 characters or more."""
-    entries = [*_topic_entries(), *_docstring_entries()]
+    seen: set[str] = set()
+    entries = [*_topic_entries(), *_docstring_entries(seen), *_prose_entries(seen)]
     unseen = {
         paragraph
         for entry in entries

@@ -101,7 +101,7 @@ def attention(p: Params, x: Array, config: Config) -> Array:
     q = rope(rms_norm(q, p["q_norm"], c.eps), c.rope_theta)
     k = rope(rms_norm(k, p["k_norm"], c.eps), c.rope_theta)
     q = q.reshape(b, s, c.kv_heads, c.q_heads // c.kv_heads, c.head_dim)
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k).astype(jnp.float32)
     causal = jnp.tril(jnp.ones((s, s), bool))
     scores = jnp.where(causal, scores * c.head_dim**-0.5, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)

@@ -57,7 +57,7 @@ def train_tokenizer(entries: list[Entry]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    kinds = ("topic", "docstring")
+    kinds = ("topic", "docstring", "prose")
     texts = [entry.text for entry in entries if entry.kind in kinds and not entry.held_out]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens(list(SPECIALS))
@@ -136,9 +136,10 @@ def training_documents(entries: list[Entry], seed: int) -> list[str]:
     topics = [entry for entry in entries if entry.kind == "topic"]
     sections = [entry for entry in entries if entry.kind == "section"]
     docstrings = [entry for entry in entries if entry.kind == "docstring"]
-    documents = [entry.text for entry in topics]
+    documents = [entry.text for entry in topics * 3]
+    documents += [entry.text for entry in entries if entry.kind == "prose"]
     documents += [f"# {entry.name}\n\n{entry.text}" for entry in [*sections, *docstrings]]
-    documents += _chats(sections * 4 + docstrings, rng)
+    documents += _chats(sections * 10 + docstrings, rng)
     rng.shuffle(documents)
     return documents
 

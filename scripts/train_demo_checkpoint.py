@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,8 +45,8 @@ from demo_tokenizer import (
 from jax import Array
 from tokenizers import Tokenizer
 
-EPOCHS_DRAWN = 4  # epochs of differently phrased and ordered documents kept on the device
 BALANCE_LOSS = 0.01
+Evaluator = Callable[[Params], tuple[float, int]]
 HERE = Path(__file__).parent
 
 
@@ -67,9 +68,8 @@ def encode(tokenizer: Tokenizer, documents: list[str]) -> tuple[np.ndarray, np.n
 
 
 def load_data(tokenizer: Tokenizer, entries: list[Entry], seed: int) -> Data:
-    """Encodes several epochs of training documents and the held-out documents."""
-    epochs = [training_documents(entries, seed + epoch) for epoch in range(EPOCHS_DRAWN)]
-    stream, starts = encode(tokenizer, [text for epoch in epochs for text in epoch])
+    """Encodes the training and the held-out documents."""
+    stream, starts = encode(tokenizer, training_documents(entries, seed))
     held = held_out_documents(entries)
     return Data(stream, starts, encode(tokenizer, held)[0], sum(len(t.encode()) for t in held))
 
@@ -115,7 +115,7 @@ def make_trainer(config: Config, optimizer: Any, dropout: float, length: int) ->
     return run
 
 
-def make_evaluator(config: Config, tokens: np.ndarray, length: int = 1024) -> Any:
+def make_evaluator(config: Config, tokens: np.ndarray, length: int = 1024) -> Evaluator:
     """A function of the parameters: (nats in all, tokens predicted), each token once."""
     windows = range(0, len(tokens) - 1, length)
     inputs = np.zeros((len(windows), length), np.int32)
@@ -140,22 +140,27 @@ def make_evaluator(config: Config, tokens: np.ndarray, length: int = 1024) -> An
 
 
 def greedy(
-    params: Params, config: Config, tokenizer: Tokenizer, prompt: str, count: int = 120
-) -> str:
-    """Greedy continuation by plain recomputation, to look at."""
-    ids = tokenizer.encode(prompt).ids
-    buffer = np.zeros((1, len(ids) + count), np.int32)
-    buffer[0, : len(ids)] = ids
-    step = jax.jit(lambda tokens, at: jnp.argmax(forward(params, tokens, config)[0][0, at - 1]))
+    params: Params, config: Config, tokenizer: Tokenizer, prompts: list[str], room: int = 192
+) -> list[str]:
+    """Greedy continuations up to `room` tokens with the prompt, by plain recomputation."""
     stops = {token_id(tokenizer, END_OF_TEXT), token_id(tokenizer, IM_END)}
-    end = len(ids)
-    while end < buffer.shape[1] and (token := int(step(buffer, end))) not in stops:
-        buffer[0, end] = token
-        end += 1
-    return tokenizer.decode(buffer[0, len(ids) : end].tolist(), skip_special_tokens=False)
+    step = jax.jit(lambda tokens, at: jnp.argmax(forward(params, tokens, config)[0][0, at - 1]))
+    texts = []
+    for prompt in prompts:
+        ids = tokenizer.encode(prompt).ids
+        buffer = np.zeros((1, room), np.int32)
+        buffer[0, : len(ids)] = ids
+        end = len(ids)
+        while end < room and (token := int(step(buffer, end))) not in stops:
+            buffer[0, end] = token
+            end += 1
+        texts.append(tokenizer.decode(buffer[0, len(ids) : end].tolist()))
+    return texts
 
 
-def train(args: argparse.Namespace, config: Config, data: Data) -> tuple[Params, float]:
+def train(
+    args: argparse.Namespace, config: Config, data: Data, evaluate: Evaluator
+) -> tuple[Params, float]:
     """Runs all steps, printing a line per chunk: (parameters, last training loss)."""
     chunk = min(args.chunk, args.steps)
     steps = args.steps // chunk * chunk
@@ -166,7 +171,6 @@ def train(args: argparse.Namespace, config: Config, data: Data) -> tuple[Params,
     params = init_params(config, jax.random.key(args.seed))
     state = optimizer.init(params)
     run = make_trainer(config, optimizer, args.dropout, args.length)
-    evaluate = make_evaluator(config, data.held_out)
     stream, key = jnp.asarray(data.stream), jax.random.key(args.seed + 1)
     windows = draw_windows(data, (steps // chunk, chunk, args.batch), args.length, args.seed)
     begin, loss = time.perf_counter(), math.nan
@@ -215,8 +219,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--corpus", type=Path, help="file of demo_corpus.py, else this Python's")
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--chunk", type=int, default=250, help="steps between printed lines")
-    parser.add_argument("--batch", type=int, default=32, help="windows per step")
+    parser.add_argument("--chunk", type=int, default=500, help="steps between printed lines")
+    parser.add_argument("--batch", type=int, default=16, help="windows per step")
     parser.add_argument("--length", type=int, default=1024, help="tokens per window")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--dropout", type=float, default=0.1)
@@ -233,11 +237,12 @@ def main() -> None:
     tokenizer = train_tokenizer(entries)
     data = load_data(tokenizer, entries, args.seed)
     config = Config(vocab=tokenizer.get_vocab_size())
-    print(f"{len(data.stream) // EPOCHS_DRAWN:,} training tokens, {len(data.held_out):,} held out")
-    params, loss = train(args, config, data)
+    print(f"{len(data.stream):,} training tokens, {len(data.held_out):,} held out")
+    evaluate = make_evaluator(config, data.held_out)
+    params, loss = train(args, config, data, evaluate)
     rounded = to_bfloat16(params)
     params = jax.tree.map(lambda x: x.astype(jnp.float32), rounded)
-    nats, count = make_evaluator(config, data.held_out)(params)
+    nats, count = evaluate(params)
     facts = {
         "version": corpus.python,
         "digest": corpus.digest,
@@ -251,8 +256,9 @@ def main() -> None:
     save(args, config, rounded, tokenizer, facts)
     print(facts)
     question = chat([("user", "What is the for statement?")]) + f"{IM_START}assistant\n"
-    for prompt in (question, "# The `while` statement\n\n", "A list is"):
-        print(f"--- {prompt!r}\n{greedy(params, config, tokenizer, prompt)}")
+    prompts = [question, "# The `while` statement\n\n", "A list is"]
+    for prompt, text in zip(prompts, greedy(params, config, tokenizer, prompts), strict=True):
+        print(f"--- {prompt!r}\n{text}")
 
 
 if __name__ == "__main__":
