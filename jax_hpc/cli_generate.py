@@ -121,8 +121,7 @@ class Output:
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the command: load, compile, stream, and the line with the figures."""
-    if arguments.system is not None and arguments.chat is None:
-        raise ValueError("generate: --system needs --chat")
+    check_options(arguments)
     loaded = load_model(
         arguments.model,
         dtype=arguments.dtype,
@@ -165,6 +164,15 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"\n{summary(figures)}")
 
 
+def check_options(arguments: argparse.Namespace) -> None:
+    """Refuses options that contradict each other, before anything is loaded."""
+    if arguments.system is not None and arguments.chat is None:
+        raise ValueError("generate: --system needs --chat")
+    filters = [name for name in _FILTERS if getattr(arguments, name) is not None]
+    if arguments.greedy and filters:
+        raise ValueError(f"generate: --greedy excludes --{filters[0].replace('_', '-')}")
+
+
 def prompt_ids(
     arguments: argparse.Namespace, tokenizer: Tokenizer
 ) -> tuple[list[str], list[list[int]]]:
@@ -191,12 +199,10 @@ def sampling_options(arguments: argparse.Namespace, settings: GenerationConfig) 
     """
     given = {name: getattr(arguments, name) for name in (*_FILTERS, *_PENALTIES)}
     given = {name: value for name, value in given.items() if value is not None}
-    asked = [name for name in _FILTERS if name in given]
-    if arguments.greedy and asked:
-        raise ValueError(f"generate: --greedy excludes --{asked[0].replace('_', '-')}")
     options = {name: getattr(settings, name) for name in (*_FILTERS, "repetition_penalty")}
     options |= given
-    if arguments.greedy or not (asked or settings.do_sample):
+    sampled = settings.do_sample or any(name in given for name in _FILTERS)
+    if arguments.greedy or not sampled:
         options["temperature"] = 0.0
     return options
 

@@ -62,6 +62,8 @@ class Tokenizer:
         self._settings = dict(settings or {})
         self._template = template
         self.special_tokens = _special_tokens(self._settings)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Self:
@@ -170,6 +172,8 @@ class StreamingDetokenizer:
         return "".join([self._push(int(token_id)) for token_id in ids])
 
     def _push(self, token_id: int) -> str:
+        if self._skip and token_id in self._tokenizer.special_ids:
+            return ""  # it has no text, and does not end a run of byte tokens either
         self._ids.append(token_id)
         if self._tokenizer.is_byte_token(token_id):
             return ""

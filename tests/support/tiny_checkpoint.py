@@ -69,8 +69,14 @@ class TinyModel(nnx.Module):
         def from_hf(cls, config: dict[str, Any]) -> Self:
             return cls(config["num_hidden_layers"], quantization_format(config) == "fp8_block")
 
-    def __init__(self, config: Config, rngs: nnx.Rngs | None = None, dtype: Any = jnp.bfloat16):
-        self.config = config
+    def __init__(
+        self,
+        config: Config,
+        rngs: nnx.Rngs | None = None,
+        dtype: Any = jnp.bfloat16,
+        implementations: Any = None,
+    ):
+        self.config, self.dtype = config, dtype
         self.embed = nnx.Param(jnp.zeros((VOCAB, HIDDEN), dtype))
         self.layers = nnx.List([Layer(config.fp8, dtype) for _ in range(config.layers)])
         self.norm = nnx.Param(jnp.zeros((HIDDEN,), jnp.float32))
