@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_hpc import rope_table
 from jax_hpc.cache import PagedKVCache, slots_of
 from jax_hpc.nn import FusedMoE, PagedAttention, RMSNorm, SplitRouter
-from jax_hpc import rope_table
 from jax_hpc.step import StepInputs
 
 HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM = 128, 4, 2, 64
@@ -40,19 +40,19 @@ class DecoderLayer(nnx.Module):
         return x + self.experts(normalised, route.ids, route.weights), pages
 
 
-def prefill_inputs(page_table, length):
-    """The first tokens of one sequence, all of them in one step."""
-    positions = jnp.arange(length, dtype=jnp.int32)
-    table = jnp.broadcast_to(page_table, (length, page_table.shape[1]))
+def prefill_inputs(page_table, rows, length):
+    """The first tokens of one sequence in one step; rows beyond its length are padding."""
+    positions = jnp.arange(rows, dtype=jnp.int32)
+    slots = slots_of(jnp.repeat(page_table, rows, axis=0), positions, PAGE_SIZE)
     return StepInputs(
-        tokens=jnp.zeros(length, jnp.int32),  # the layer gets hidden states, not tokens
+        tokens=jnp.zeros(rows, jnp.int32),  # the layer gets hidden states, not tokens
         positions=positions,
-        slots=slots_of(table, positions, PAGE_SIZE),
+        slots=jnp.where(positions < length, slots, -1),
         page_table=page_table,
         kv_lens=jnp.asarray([length], jnp.int32),
         q_starts=jnp.zeros(1, jnp.int32),
         q_lens=jnp.asarray([length], jnp.int32),
-        max_q_len=length,
+        max_q_len=rows,
     )
 
 
@@ -91,9 +91,9 @@ def main():
     x = jax.random.normal(jax.random.key(1), (20, HIDDEN), dtype)
     page_table = jnp.asarray([[1, 0]], jnp.int32)
 
-    whole, _ = run(state, x, prefill_inputs(page_table, 20), new_pages())
+    whole, _ = run(state, x, prefill_inputs(page_table, 20, length=20), new_pages())
 
-    _, pages = run(state, x[:19], prefill_inputs(page_table, 19), new_pages())
+    _, pages = run(state, x, prefill_inputs(page_table, 20, length=19), new_pages())
     last, pages = run(state, x[19:], decode_inputs(page_table, 19), pages)
 
     difference = float(jnp.max(jnp.abs(last[0] - whole[19])))

@@ -9,13 +9,13 @@ from jax_hpc import (
     decode_attention,
     fused_moe,
     qk_norm_rope_append,
+    rope_table,
     route_topk,
     router_gemm,
     split_router_weight,
 )
 from jax_hpc.cache import slots_of
 from jax_hpc.ops import DenseExperts
-from jax_hpc import rope_table
 
 BATCH, HIDDEN = 2, 128
 Q_HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
@@ -23,6 +23,7 @@ EXPERTS, TOP_K, INTERMEDIATE = 8, 2, 64
 PAGE_SIZE, PAGES_PER_SEQUENCE = 16, 2
 
 
+@functools.partial(jax.jit, static_argnames="dtype")
 def init(key, dtype=jnp.bfloat16):
     """Random weights of the layer."""
 
