@@ -323,6 +323,19 @@ def test_sharded_batches_draw_what_one_device_draws(rng):
     assert_bitwise(jax.jit(spread)(logits, params, seeds, positions), whole)
 
 
+def test_the_loop_and_its_unrolled_form_find_the_same_threshold(rng):
+    order = sampling._ordered(jnp.asarray(logits_of(rng)))
+    k = jnp.asarray(rng.integers(1, V + 1, B), jnp.int32)
+
+    def enough(thresholds):
+        return jnp.sum(order[:, None, :] >= thresholds[:, :, None], -1) >= k[:, None]
+
+    lowest = jnp.zeros(B, jnp.uint32)
+    unrolled = jax.jit(lambda x: sampling._search_unrolled(enough, x))(lowest)
+    assert_bitwise(jax.jit(lambda x: sampling._search(enough, x))(lowest), unrolled)
+    assert_bitwise(unrolled, np.sort(np.asarray(order), -1)[np.arange(B), V - np.asarray(k)])
+
+
 def argument_avals():
     row = lambda dtype: jax.ShapeDtypeStruct((B,), dtype)  # noqa: E731
     params = jax.eval_shape(lambda: SamplingParams.create(B))
