@@ -21,6 +21,7 @@ class Progress:
         self.label, self.total, self.done = label, total, 0
         self._enabled = enabled
         self._stream = sys.stderr if stream is None else stream
+        self._shown = -1
         self._bar: Any = None
         self._task: Any = None
         self._start = self._last = time.monotonic()
@@ -47,10 +48,11 @@ class Progress:
     def __exit__(self, kind: object, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-        elif self._enabled and kind is None:
+        elif self._enabled and kind is None and self._shown != self.done:
             self._line(time.monotonic())
 
     def _line(self, now: float) -> None:
+        self._shown = self.done
         seconds = now - self._start
         percent = 100 * self.done // self.total if self.total else 100
         print(
