@@ -48,8 +48,8 @@ def load_model(
     dtype: "bfloat16" or "float32"; by default what config.json says. Block-fp8 experts stay fp8.
     device: where the weights go, a device or a sharding; JAX's default device if None.
     model_class: the model to build, by default the one registered for config.json's
-        `architectures`. It has a `Config.from_hf`, a `checkpoint_plan` and, where it leaves tensors
-        of its checkpoints unused, their names' patterns in `checkpoint_ignored`.
+        `architectures`. It has a `Config.from_hf`, a `checkpoint_plan` and, where it leaves
+        tensors of its checkpoints unused, their names' patterns in `checkpoint_ignored`.
     options: passed on to the model, such as the implementation of its operators.
 
     Raises FileNotFoundError where the directory lacks a file, CheckpointError (a ValueError) where

@@ -158,3 +158,9 @@ def write_sharded(
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return directory
+
+
+def same_bits(got: np.ndarray, want: np.ndarray) -> bool:
+    """Whether two arrays agree in shape, dtype and every bit, NaNs included."""
+    same_kind = got.dtype == want.dtype and got.shape == want.shape
+    return same_kind and got.tobytes() == np.ascontiguousarray(want).tobytes()
