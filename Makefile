@@ -18,6 +18,8 @@ CUDA_SOURCES := $(wildcard cuda/*/*)
 BUILD_SOURCES := pyproject.toml CMakeLists.txt $(wildcard build_backend/*.py) $(CUDA_SOURCES)
 
 # One build tree for the editable install and the wheel, kept between builds; warnings are errors.
+# One compiler per core: nvcc takes gigabytes.
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN)
 BUILD := --no-deps --no-build-isolation -C build-dir=build/{wheel_tag} -C cmake.define.JAX_HPC_WERROR=ON
 
 # A GPU's memory is shared by the test processes.
@@ -49,7 +51,7 @@ $(VENV)/installed: $(BUILD_SOURCES) $(VENV)/packages
 	@echo "== build and install jax_hpc"
 	@SECONDS=0; $(PIP) install -v $(BUILD) -e .; echo "build: $$SECONDS s" | tee $@
 
-dev: $(VENV)/dev
+dev: $(VENV)/dev ## install the tests' and linters' packages too
 
 $(VENV)/dev: $(VENV)/installed
 	@echo "== packages: tests and linters"

@@ -6,8 +6,8 @@
 
 #include "common/device.h"
 #include "common/probe.h"
+#include "xla/ffi/api/api.h"
 #include "xla/ffi/api/c_api.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace nb = nanobind;
 
