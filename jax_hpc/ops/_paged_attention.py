@@ -16,7 +16,7 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def query_values(q: jax.Array, q_scale: jax.Array | None, cache_dtype: jnp.dtype) -> jax.Array:
-    """Queries as float32 ``[..., Hq, D]``; on an fp8 cache after quantisation per token and head."""
+    """Queries as float32 ``[..., Hq, D]``, on an fp8 cache quantised per token and head first."""
     if cache_dtype == fp8.E4M3 and q.dtype != fp8.E4M3:
         q_scale = fp8.amax_scale(q, axis=-1)
         q = fp8.quantize(q, q_scale[..., None])
@@ -117,10 +117,8 @@ def finite_base(largest: jax.Array) -> jax.Array:
     return jnp.where(largest == -jnp.inf, 0.0, largest)
 
 
-def drop_blind(
-    out: jax.Array, lse: jax.Array, seen: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Zeros and -inf for the rows ``seen [S]`` denies a key; heads ``[Hkv, G]`` become ``[Hq]``."""
+def drop_blind(out: jax.Array, lse: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Zeros and -inf for rows without a key (``seen [S]``); heads ``[Hkv, G]`` become ``[Hq]``."""
     rows, dim = out.shape[0], out.shape[-1]
     out = jnp.where(seen[:, None, None, None], out, 0.0)
     lse = jnp.where(seen[:, None, None], lse, -jnp.inf)
@@ -181,6 +179,4 @@ def finish_running(state: Running, sinks: jax.Array | None) -> tuple[jax.Array, 
         old = jnp.exp(state.largest - finite_base(largest))
         total = total * old + jnp.exp(sinks - finite_base(largest))
         out = out * old[..., None]
-    return drop_blind(
-        out / total[..., None], finite_base(largest) + jnp.log(total), state.seen
-    )
+    return drop_blind(out / total[..., None], finite_base(largest) + jnp.log(total), state.seen)

@@ -4,9 +4,8 @@ from typing import Any, Literal
 
 import jax
 
-from jax_hpc._checks import Dims, check, check_dtype
+from jax_hpc._checks import Dims, check
 from jax_hpc.ops._paged_checks import (
-    CACHE_DTYPES,
     MAX_Q_LEN,
     check_paged_attention,
     normalize_count,
@@ -15,7 +14,7 @@ from jax_hpc.ops._paged_checks import (
 )
 from jax_hpc.ops.decode_attention.primitive import OPERATOR
 from jax_hpc.ops.decode_attention.schedule import DecodeSchedule
-from jax_hpc.ops.decode_attention.signature import Operands, Params, Results
+from jax_hpc.ops.decode_attention.signature import Operands, Params
 from jax_hpc.types import Implementation
 
 _NAME = "decode_attention"
@@ -94,8 +93,8 @@ def decode_attention(
     dims.match("q", q, "B Hq D" if single else "B S Hq D")
     if single:
         dims.bind("S", 1, "q")
-    check_dtype(_NAME, "q", q, CACHE_DTYPES)
-    check(1 <= dims["S"] <= MAX_Q_LEN, _NAME, "q", expected="of 1 <= S <= 8", got=f"S = {dims['S']}")
+    tokens = dims["S"]
+    check(1 <= tokens <= MAX_Q_LEN, _NAME, "q", expected="of 1 <= S <= 8", got=f"S = {tokens}")
     check_paged_attention(
         _NAME,
         dims,
@@ -106,7 +105,7 @@ def decode_attention(
         kv_lens=kv_lens,
         sinks=sinks,
     )
-    scales = normalize_scales(
+    q_scale, k_scale, v_scale = normalize_scales(
         _NAME,
         dims,
         q=q,
@@ -119,37 +118,37 @@ def decode_attention(
     options = normalize_options(
         _NAME, head_dim=dims["D"], scale=scale, window=window, logit_cap=logit_cap
     )
+    num_splits = _normalize_splits(num_splits, schedule)
+    if schedule is not None:
+        _check_schedule(schedule, dims, k_pages.dtype.name, options.window)
+    if single:
+        q, q_scale = q[:, None], None if q_scale is None else q_scale[:, None]
+    results = OPERATOR(
+        Operands(
+            q, k_pages, v_pages, page_table, kv_lens, schedule, sinks, q_scale, k_scale, v_scale
+        ),
+        Params(*options, num_splits, bool(return_lse)),
+        implementation=implementation,
+    )
+    if single:
+        results = jax.tree.map(lambda x: x[:, 0], results)
+    return results.out if results.lse is None else (results.out, results.lse)
+
+
+def _normalize_splits(num_splits: Any, schedule: DecodeSchedule | None) -> int | str | None:
     if num_splits is not None and num_splits != "static":
         num_splits = normalize_count(_NAME, "num_splits", num_splits, also="None, 'static' or ")
-    if schedule is not None:
-        check(
-            num_splits is None,
-            _NAME,
-            "num_splits",
-            expected="None with a schedule, which has cut the keys already",
-            got=repr(num_splits),
-        )
-        _check_schedule(schedule, dims, k_pages.dtype.name, options.window)
-    operands = Operands(
-        q[:, None] if single else q,
-        k_pages,
-        v_pages,
-        page_table,
-        kv_lens,
-        schedule,
-        sinks,
-        scales.q[:, None] if single and scales.q is not None else scales.q,
-        scales.k,
-        scales.v,
+    check(
+        num_splits is None or schedule is None,
+        _NAME,
+        "num_splits",
+        expected="None with a schedule, which has cut the keys already",
+        got=repr(num_splits),
     )
-    params = Params(*options, num_splits, bool(return_lse))
-    results = OPERATOR(operands, params, implementation=implementation)
-    return _unpack(results, single)
+    return num_splits
 
 
-def _check_schedule(
-    schedule: Any, dims: Dims, kv_dtype: str, window: int | None
-) -> None:
+def _check_schedule(schedule: Any, dims: Dims, kv_dtype: str, window: int | None) -> None:
     """Every static field of a schedule must describe this call."""
     if not isinstance(schedule, DecodeSchedule):
         raise TypeError(
@@ -175,10 +174,3 @@ def _check_schedule(
             expected=f"{value!r} as in this call",
             got=repr(built),
         )
-
-
-def _unpack(results: Results, single: bool) -> Any:
-    out = results.out[:, 0] if single else results.out
-    if results.lse is None:
-        return out
-    return out, results.lse[:, 0] if single else results.lse

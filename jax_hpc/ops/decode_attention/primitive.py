@@ -9,9 +9,7 @@ OPERATOR = Operator(
     shape_rule=shape_rule,
     reference=reference.decode_attention,
     xla=xla.decode_attention,
-    fold=Fold(
-        frozenset({"q", "page_table", "kv_lens", "q_scale"}), frozenset({"out", "lse"})
-    ),
+    fold=Fold(frozenset({"q", "page_table", "kv_lens", "q_scale"}), frozenset({"out", "lse"})),
     gradient="it serves decoding; train with an attention over the unpaged sequence, such as "
     "jax.nn.dot_product_attention",
 )

@@ -28,9 +28,7 @@ def decode_attention(operands: Operands, params: Params) -> Results:
     positions = reference.query_positions(o.kv_lens, q.shape[1])
     table = jnp.pad(o.page_table, ((0, 0), (0, -width % pages)), constant_values=-1)
     extend = jax.vmap(
-        functools.partial(
-            paged.extend_running, scale=params.scale, logit_cap=params.logit_cap
-        )
+        functools.partial(paged.extend_running, scale=params.scale, logit_cap=params.logit_cap)
     )
 
     def step(block: jax.Array, state: paged.Running) -> paged.Running:

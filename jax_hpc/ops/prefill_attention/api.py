@@ -107,9 +107,7 @@ def prefill_attention(
         _NAME, head_dim=dims["D"], scale=scale, window=window, logit_cap=logit_cap
     )
     max_q_len = normalize_count(_NAME, "max_q_len", max_q_len)
-    operands = Operands(
-        q, k_pages, v_pages, page_table, q_starts, q_lens, kv_lens, sinks, *scales
-    )
+    operands = Operands(q, k_pages, v_pages, page_table, q_starts, q_lens, kv_lens, sinks, *scales)
     params = Params(*options, max_q_len, bool(return_lse))
     results = OPERATOR(operands, params, implementation=implementation)
     return results.out if results.lse is None else (results.out, results.lse)

@@ -18,9 +18,7 @@ def prefill_attention(operands: Operands, params: Params) -> Results:
     _, num_kv_heads, page_size, _ = o.k_pages.shape
     pages = min(block_pages(page_size), max(o.page_table.shape[1], 1))
     tokens = pages * page_size
-    rows = block_rows(
-        max_q_len=params.max_q_len, num_q_heads=o.q.shape[1], block_tokens=tokens
-    )
+    rows = block_rows(max_q_len=params.max_q_len, num_q_heads=o.q.shape[1], block_tokens=tokens)
     table = jnp.pad(
         o.page_table, ((0, 0), (0, -o.page_table.shape[1] % pages)), constant_values=-1
     )

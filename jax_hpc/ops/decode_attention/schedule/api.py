@@ -82,6 +82,4 @@ def decode_schedule(
     num_ctas = normalize_count(operator, "num_ctas", num_ctas, most=heuristics.MAX_CTAS)
     params = Params(sizes["num_kv_heads"], sizes["q_len"], window, num_ctas)
     results = OPERATOR(Operands(kv_lens), params, implementation=implementation)
-    return DecodeSchedule(
-        *results, batch=dims["B"], page_size=page_size, window=window, **sizes
-    )
+    return DecodeSchedule(*results, batch=dims["B"], page_size=page_size, window=window, **sizes)

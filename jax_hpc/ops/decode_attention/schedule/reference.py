@@ -41,7 +41,7 @@ def decode_schedule(operands: Operands, params: Params) -> Results:
     pair = sequence * heads + head
     # A cut behind a pair's last tile is a cut before the next pair.
     whole = (tile == tiles[sequence]) & (tile > 0)
-    pair = jnp.where(beyond, tiles.shape[0] * heads, pair + whole)
+    pair = jnp.where(beyond, tiles.shape[0] * heads, jnp.where(whole, pair + 1, pair))
     tile = jnp.where(beyond | whole, 0, tile)
     return Results(pair, tile, _merges(pair, tile))
 
@@ -58,7 +58,7 @@ def count_tiles(kv_lens: jax.Array, q_len: int, window: int | None) -> jax.Array
     """Tiles of each of a sequence's pairs."""
     lens = jnp.maximum(kv_lens, 0)
     # Not (lens + 63) // 64, which overflows near 2^31.
-    last = lens // TILE_TOKENS + (lens % TILE_TOKENS != 0)
+    last = lens // TILE_TOKENS + jnp.minimum(lens % TILE_TOKENS, 1)
     return last - first_tile(lens, q_len, window)
 
 
