@@ -1,0 +1,107 @@
+"""Independent float64 numpy of the MoE layer, one (token, choice) pair at a time.
+
+Quantises at the stated points with ml_dtypes; everything between them is float64.
+"""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jax_hpc.ops.fused_moe import DenseExperts, Experts, Fp8BlockExperts, Fp8TensorExperts
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def moe(
+    x: Any,
+    ids: Any,
+    weights: Any,
+    experts: Experts,
+    *,
+    x_scale: Any = None,
+    offset: int = 0,
+    shared: Any = None,
+    identity: Any = None,
+) -> np.ndarray:
+    x, ids = np.asarray(x), np.asarray(ids).astype(np.int64)
+    weights = np.asarray(weights, np.float64)
+    num_experts = experts.down.shape[0]
+    if isinstance(experts, Fp8TensorExperts) and x_scale is None:
+        x_scale = experts.input_scale
+    out = np.zeros(x.shape)
+    for t in range(len(x)):
+        row_scale = None if x_scale is None else np.asarray(x_scale, np.float64)
+        if row_scale is not None and row_scale.ndim == 2:
+            row_scale = row_scale[t]
+        for k in range(ids.shape[1]):
+            expert = ids[t, k] - offset
+            if ids[t, k] >= 0 and 0 <= expert < num_experts:
+                out[t] += weights[t, k] * network(x[t], row_scale, experts, int(expert))
+        if shared is not None:
+            out[t] += np.asarray(shared[t], np.float64)
+        if identity is not None:
+            own = x[t].astype(np.float64)
+            if x.dtype == E4M3:
+                own = own * spread(row_scale, x.shape[1])
+            out[t] += float(identity[t]) * own
+    return out
+
+
+def network(x: np.ndarray, scale: Any, experts: Experts, e: int) -> np.ndarray:
+    if isinstance(experts, DenseExperts):
+        gate, up = (weight64(experts.gate_up[e, i]) @ x.astype(np.float64) for i in range(2))
+        hidden = silu(gate) * up
+        hidden = hidden.astype(x.dtype).astype(np.float64)
+        return weight64(experts.down[e]) @ hidden
+    if isinstance(experts, Fp8TensorExperts):
+        own = x if x.dtype == E4M3 else quantize(x, scale)
+        own = own.astype(np.float64) * scale
+        gate = weight64(experts.gate_up[e, 0]) * float(experts.gate_scale[e]) @ own
+        up = weight64(experts.gate_up[e, 1]) * float(experts.up_scale[e]) @ own
+        act = float(np.broadcast_to(experts.act_scale, len(experts.down))[e])
+        hidden = quantize(silu(gate) * up, act).astype(np.float64) * act
+        return weight64(experts.down[e]) * float(experts.down_scale[e]) @ hidden
+    own = x.astype(np.float64) * spread(scale, len(x)) if x.dtype == E4M3 else by_groups(x)
+    gate, up = (block_weight(experts, e, i) @ own for i in range(2))
+    return block_weight(experts, e, None) @ by_groups(silu(gate) * up)
+
+
+def block_weight(experts: Fp8BlockExperts, e: int, half: int | None) -> np.ndarray:
+    rows = experts.block_rows
+    if half is not None:
+        weight, scale = experts.gate_up[e, half], experts.gate_up_scale[e, half]
+        block = (rows, 128)
+    else:
+        weight, scale, block = experts.down[e], experts.down_scale[e], (128, rows)
+    weight, scale = weight64(weight), np.asarray(scale, np.float64)
+    i, j = np.indices(weight.shape)
+    return weight * scale[i // block[0], j // block[1]]
+
+
+def by_groups(x: np.ndarray) -> np.ndarray:
+    """Quantised with amax / 448 per 128 values, and back."""
+    out = np.zeros(len(x))
+    for start in range(0, len(x), 128):
+        part = x[start : start + 128].astype(np.float32)
+        amax = np.abs(part).max()
+        scale = np.float32(1.0) if amax == 0 else amax * np.float32(1 / 448)
+        out[start : start + 128] = quantize(part, scale).astype(np.float64) * float(scale)
+    return out
+
+
+def quantize(x: np.ndarray, scale: Any) -> np.ndarray:
+    scaled = x.astype(np.float32) * (np.float32(1.0) / np.float32(scale))
+    return np.clip(scaled, -448, 448).astype(E4M3)
+
+
+def spread(scale: Any, size: int) -> np.ndarray:
+    return np.repeat(np.atleast_1d(scale), 128)[:size] if np.ndim(scale) else np.full(size, scale)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1.0 + np.exp(-x))
+
+
+def weight64(weight: Any) -> np.ndarray:
+    return np.asarray(weight).astype(np.float64)
