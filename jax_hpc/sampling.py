@@ -8,17 +8,11 @@ and never looks at the host. The order of its steps is Hugging Face transformers
     temperature, top-k, top-p (of what top-k left), min-p
 
 vLLM applies min-p before top-k and top-p instead; the two differ only in rows that use min-p
-together with top-p.
-
-The filters need no sort. A filter keeps the logits at or above a threshold, and the largest
-threshold that keeps enough of them is found bit by bit on the ordered integer image of the
-float32 logits by counts (top-k) or sums of probability (top-p), exact to the last bit. Tokens
-with equal logits are therefore kept or dropped together.
+together with top-p. How the filters do without a sort is told in ``_token_filters``.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Self
 
 import jax
@@ -28,13 +22,11 @@ from jax import Array, lax
 
 from jax_hpc._checks import Dims, check, check_dtype
 from jax_hpc._primitive import vary_alike
+from jax_hpc._token_filters import allowed_tokens
 
 _SMALLEST_NORMAL = np.finfo(np.float32).tiny
 _LARGEST = np.finfo(np.float32).max
 _BELOW_ONE = np.float32(1 - 2**-24)
-_STEPS = 16
-
-type _Enough = Callable[[Array], Array]
 
 type Setting[T] = T | Sequence[T] | np.ndarray
 
@@ -252,7 +244,7 @@ def _penalise(logits: Array, params: SamplingParams, counts: TokenCounts) -> Arr
 def _draw(logits: Array, params: SamplingParams, seeds: Array, positions: Array) -> Array:
     """Gumbel-max over the tokens that the filters leave: no normalisation, no cumulative sum."""
     scores = _tempered(logits, params.temperature)
-    allowed = _allowed(logits, scores, params)
+    allowed = allowed_tokens(logits, jnp.exp(scores), params.top_k, params.top_p, params.min_p)
     noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(seeds, positions, logits.shape[-1])
     noisy = jnp.where(allowed, scores + noise, -jnp.inf)
     return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
@@ -276,114 +268,6 @@ def _gumbel(seed: Array, position: Array, vocab: int) -> Array:
     bits = jax.random.bits(key, (vocab,), jnp.uint32)
     v = (bits.astype(jnp.float32) + 0.5) * np.float32(2.0**-32)
     return -jnp.log(-jnp.log1p(-jnp.minimum(v, _BELOW_ONE)))
-
-
-def _allowed(logits: Array, scores: Array, params: SamplingParams) -> Array:
-    """bool [B, V]: the tokens that top-k, top-p and min-p leave; scores as from _tempered."""
-    order = _ordered(logits)
-    off = jnp.zeros_like(params.top_k, jnp.uint32)
-    top_k_used = (params.top_k > 0) & (params.top_k < logits.shape[-1])
-    by_rank = lax.cond(
-        jnp.any(top_k_used),
-        lambda: jnp.where(top_k_used, _top_k_threshold(order, params.top_k), off),
-        lambda: off,
-    )
-    weights = jnp.exp(scores)
-    top_p_used = params.top_p < 1
-
-    def mass_threshold() -> Array:
-        kept = jnp.where(order >= by_rank[:, None], weights, 0.0)
-        return jnp.where(top_p_used, _top_p_threshold(order, kept, params.top_p), off)
-
-    by_mass = lax.cond(jnp.any(top_p_used), mass_threshold, lambda: off)
-    # The largest weight is 1: a weight is a token's probability over the largest probability.
-    likely = weights >= params.min_p[:, None]
-    return likely & (order >= jnp.maximum(by_rank, by_mass)[:, None])
-
-
-def _ordered(x: Array) -> Array:
-    """uint32 in the order of the float32 values: x < y exactly if _ordered(x) < _ordered(y)."""
-    x = jnp.where(x == 0, 0.0, x)  # one zero: -0.0 has other bits
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    negative = bits >> 31 == 1
-    return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _largest_threshold(enough: _Enough, order: Array) -> Array:
-    """The largest uint32 threshold of each row of order that keeps enough.
-
-    enough: thresholds [B, 3] -> bool [B, 3]; falls from True to False as a threshold grows.
-    """
-    lowest = jnp.zeros_like(order[:, 0])
-    # XLA records a cond in a CUDA graph only if no loop hides in it, so there the steps are
-    # unrolled; elsewhere a loop compiles in a fraction of the time.
-    return lax.platform_dependent(
-        lowest, cuda=partial(_search_unrolled, enough), default=partial(_search, enough)
-    )
-
-
-def _search(enough: _Enough, threshold: Array) -> Array:
-    return lax.fori_loop(0, _STEPS, partial(_search_step, enough), threshold)
-
-
-def _search_unrolled(enough: _Enough, threshold: Array) -> Array:
-    for step in range(_STEPS):
-        threshold = _search_step(enough, step, threshold)
-    return threshold
-
-
-def _search_step(enough: _Enough, step: Array | int, threshold: Array) -> Array:
-    """Fix two more bits, highest first, by three candidates: half as many passes as by one."""
-    shift = jnp.uint32(2) * (_STEPS - 1 - jnp.asarray(step)).astype(jnp.uint32)
-    digits = jnp.arange(1, 4, dtype=jnp.uint32) << shift
-    fits = jnp.sum(enough(threshold[:, None] | digits[None, :]), axis=-1)
-    return threshold | (fits.astype(jnp.uint32) << shift)
-
-
-def _top_k_threshold(order: Array, k: Array) -> Array:
-    """The k-th largest of each row, 1 <= k <= V."""
-
-    def enough(thresholds: Array) -> Array:
-        kept = order[:, None, :] >= thresholds[:, :, None]
-        return jnp.sum(kept, axis=-1, dtype=jnp.int32) >= k[:, None]
-
-    return _largest_threshold(enough, order)
-
-
-def _top_p_threshold(order: Array, weights: Array, top_p: Array) -> Array:
-    """The largest threshold that keeps top_p of each row's weight, and at least one token."""
-    target = jnp.maximum(top_p * _mass(weights), _SMALLEST_NORMAL)
-
-    def enough(thresholds: Array) -> Array:
-        kept = order[:, None, :] >= thresholds[:, :, None]
-        return _mass(jnp.where(kept, weights[:, None, :], 0.0)) >= target[:, None]
-
-    return _largest_threshold(enough, order)
-
-
-def _mass(weights: Array) -> Array:
-    """Sum of weights in [0, 1] along the last axis, the same bits in whatever order it is added.
-
-    A float32 sum depends on the order, hence on how XLA cuts a batch, and a token at the edge
-    of top-p would then depend on its neighbours. So each weight is cut into three integer limbs
-    whose sums over the vocabulary fit uint32; together they hold 42 bits below 2^18 tokens.
-    """
-    limb_bits = min(16, 32 - weights.shape[-1].bit_length())
-    base = np.float32(2.0**limb_bits)
-    sums = []
-    rest = weights
-    for _ in range(3):
-        scaled = rest * base
-        limb = jnp.floor(scaled)
-        rest = scaled - limb
-        sums.append(jnp.sum(limb.astype(jnp.int32).astype(jnp.uint32), axis=-1))
-    high, middle, low = sums
-    middle = middle + (low >> limb_bits)
-    high = high + (middle >> limb_bits)
-    low_bits = jnp.uint32((1 << limb_bits) - 1)
-    fraction = (low & low_bits).astype(jnp.float32) / base
-    fraction = ((middle & low_bits).astype(jnp.float32) + fraction) / base
-    return (high.astype(jnp.float32) + fraction) / base
 
 
 def _setting(

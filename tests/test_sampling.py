@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from jax_hpc import _token_filters as filters
 from jax_hpc import sampling
 from jax_hpc.sampling import SamplingParams, TokenCounts, sample, update_counts
 from tests.support.numerics import assert_bitwise, assert_close
@@ -18,7 +19,13 @@ jitted = jax.jit(sample)
 
 @jax.jit
 def allowed(logits, params):
-    return sampling._allowed(logits, sampling._tempered(logits, params.temperature), params)
+    return filters.allowed_tokens(
+        logits,
+        jnp.exp(sampling._tempered(logits, params.temperature)),
+        params.top_k,
+        params.top_p,
+        params.min_p,
+    )
 
 
 def logits_of(rng, batch=B, vocab=V):
@@ -116,14 +123,14 @@ def test_mass_is_exact_and_ignores_the_order_of_addition(rng):
     weights = np.exp(-rng.exponential(8, (64, 5000))).astype(np.float32)
     weights[2] = 1  # the largest sum there is
     shuffled = rng.permuted(weights, axis=1)
-    mass = jax.jit(sampling._mass)
+    mass = jax.jit(filters.mass)
     assert_bitwise(mass(jnp.asarray(shuffled)), mass(jnp.asarray(weights)))
     assert_close(mass(jnp.asarray(weights)), weights.astype(np.float64).sum(1), rtol=2e-7)
 
 
 @pytest.mark.parametrize("vocab", [2**17 - 1, 2**18, 151_936])
 def test_mass_does_not_overflow_at_large_vocabularies(vocab):
-    assert float(jax.jit(sampling._mass)(jnp.ones(vocab))) == vocab
+    assert float(jax.jit(filters.mass)(jnp.ones(vocab))) == vocab
 
 
 def test_order_image_follows_float_order(rng):
@@ -131,7 +138,7 @@ def test_order_image_follows_float_order(rng):
     values = bits.view(np.float32)
     values = np.concatenate([values[np.isfinite(values)], [0.0, -0.0, np.inf, -np.inf]])
     values = values[(values == 0) | (np.abs(values) > np.finfo(np.float32).tiny)]
-    image = np.asarray(sampling._ordered(jnp.asarray(values.astype(np.float32)))).astype(np.int64)
+    image = np.asarray(filters.ordered(jnp.asarray(values.astype(np.float32)))).astype(np.int64)
     by_value = np.argsort(values, kind="stable")
     steps, rises = np.diff(image[by_value]), np.diff(values[by_value]) > 0
     assert np.all(steps[rises] > 0) and np.all(steps[~rises] == 0)
@@ -324,15 +331,15 @@ def test_sharded_batches_draw_what_one_device_draws(rng):
 
 
 def test_the_loop_and_its_unrolled_form_find_the_same_threshold(rng):
-    order = sampling._ordered(jnp.asarray(logits_of(rng)))
+    order = filters.ordered(jnp.asarray(logits_of(rng)))
     k = jnp.asarray(rng.integers(1, V + 1, B), jnp.int32)
 
     def enough(thresholds):
         return jnp.sum(order[:, None, :] >= thresholds[:, :, None], -1) >= k[:, None]
 
     lowest = jnp.zeros(B, jnp.uint32)
-    unrolled = jax.jit(lambda x: sampling._search_unrolled(enough, x))(lowest)
-    assert_bitwise(jax.jit(lambda x: sampling._search(enough, x))(lowest), unrolled)
+    unrolled = jax.jit(lambda x: filters.search_unrolled(enough, x))(lowest)
+    assert_bitwise(jax.jit(lambda x: filters.search(enough, x))(lowest), unrolled)
     assert_bitwise(unrolled, np.sort(np.asarray(order), -1)[np.arange(B), V - np.asarray(k)])
 
 
