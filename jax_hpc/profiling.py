@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 _INSTRUCTION = re.compile(
-    r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(?\w+\[[^=]*?) (?P<op>[\w\-]+)\("
+    r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>\(.*?\)|\S+) (?P<op>[a-z][\w\-]*)\("
 )
 _HOST = ("infeed", "outfeed", "send", "recv", "host-callback", "xla_python", "xla_ffi_python")
 # What may produce an array of a cache's shape without moving the cache.
