@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_hpc import rope_table
-from jax_hpc.cache import PagedKVCache, slots_of
+from jax_hpc import PagedKVCache, rope_table
+from jax_hpc.cache import slots_of
 from jax_hpc.nn import FusedMoE, PagedAttention, RMSNorm, SplitRouter
 from jax_hpc.step import StepInputs
 

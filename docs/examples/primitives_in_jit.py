@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_hpc import (
+    DenseExperts,
     decode_attention,
     fused_moe,
     qk_norm_rope_append,
@@ -15,7 +16,6 @@ from jax_hpc import (
     split_router_weight,
 )
 from jax_hpc.cache import slots_of
-from jax_hpc.ops import DenseExperts
 
 BATCH, HIDDEN = 2, 128
 Q_HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
