@@ -45,6 +45,8 @@ def check_paged_attention(
     check_dtype(operator, "q", q, CACHE_DTYPES)
     dims.match("k_pages", k_pages, "P Hkv N D")
     check_dtype(operator, "k_pages", k_pages, CACHE_DTYPES)
+    sizes = min(dims["N"], dims["D"])
+    check(sizes >= 1, operator, "k_pages", expected="of N, D >= 1", got=tuple(k_pages.shape))
     dims.match("v_pages", v_pages, "P Hkv N D")
     check_dtype(operator, "v_pages", v_pages, (k_pages.dtype,))
     dims.match("page_table", page_table, "B M")
@@ -59,7 +61,7 @@ def check_paged_attention(
 
 def check_heads(operator: str, argument: str, num_q_heads: int, num_kv_heads: int) -> None:
     check(
-        num_kv_heads > 0 and num_q_heads % num_kv_heads == 0,
+        min(num_q_heads, num_kv_heads) >= 1 and num_q_heads % num_kv_heads == 0,
         operator,
         argument,
         expected=f"of query heads in a multiple of Hkv = {num_kv_heads}",

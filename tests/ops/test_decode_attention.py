@@ -106,7 +106,7 @@ def run(problem: Problem, q: Any, q_scale: Any = None, schedule: Any = None, **m
     return public(static)(*operands_of(problem, q), schedule, **traced)
 
 
-def operands_of(problem: Problem, q: Any) -> list[jax.Array]:
+def operands_of(problem: Problem, q: Any) -> Any:
     arrays = [q, problem.k_pages, problem.v_pages, problem.page_table, problem.kv_lens]
     return [jnp.asarray(array) for array in arrays]
 
@@ -114,11 +114,14 @@ def operands_of(problem: Problem, q: Any) -> list[jax.Array]:
 def run_reference(problem: Problem, q: Any, q_scale: Any) -> Any:
     """Output and log-sum-exp of the definition, reference.py."""
     o = problem.options
-    optional = [o.get("sinks"), q_scale, o.get("k_scale"), o.get("v_scale")]
-    optional = [None if x is None else jnp.asarray(x, jnp.float32) for x in optional]
+    optional = {name: o.get(name) for name in ("sinks", "k_scale", "v_scale")}
+    optional = {
+        name: None if value is None else jnp.asarray(value, jnp.float32)
+        for name, value in {**optional, "q_scale": q_scale}.items()
+    }
     scale = o.get("scale", q.shape[-1] ** -0.5)
     params = Params(scale, o.get("window"), o.get("logit_cap"), None, True)
-    operands = Operands(*operands_of(problem, q), None, *optional)
+    operands = Operands(*operands_of(problem, q), schedule=None, **optional)
     return jax.jit(OPERATOR.reference, static_argnums=1)(operands, params)
 
 
@@ -247,10 +250,10 @@ def test_vmap_folds_into_the_batch(small):
     """The page table shared, queries and lengths mapped over axes of their own."""
     problem, q, run_small = small
     want, want_lse = run_small(problem, q)
-    _, *pages, table, lens = operands_of(problem, q)
+    _, k_pages, v_pages, table, lens = operands_of(problem, q)
 
     def one(q, lens):
-        return decode_attention(q, *pages, table, lens, window=20, return_lse=True)
+        return decode_attention(q, k_pages, v_pages, table, lens, window=20, return_lse=True)
 
     other = np.zeros_like(q)
     both = jnp.stack([jnp.asarray(other), jnp.asarray(q)], axis=1)
@@ -262,15 +265,15 @@ def test_vmap_folds_into_the_batch(small):
 def test_vmap_refuses_what_cannot_fold(small):
     problem, q, _ = small
     args = operands_of(problem, q)
-    batched_pages = jnp.stack([args[1]] * 2)
+    first, k_pages, *rest = args
     with pytest.raises(NotImplementedError, match="vmap over argument 'k_pages'"):
-        jax.vmap(lambda k: decode_attention(args[0], k, *args[2:]))(batched_pages)
-    schedule = schedule_for(args)
+        jax.vmap(lambda k: decode_attention(first, k, *rest))(jnp.stack([k_pages] * 2))
+    with_schedule = functools.partial(decode_attention, schedule=schedule_for(args))
     with pytest.raises(NotImplementedError, match="pass schedule=None inside vmap"):
-        jax.vmap(lambda q: decode_attention(q, *args[1:], schedule))(jnp.stack([args[0]] * 2))
+        jax.vmap(lambda q: with_schedule(q, k_pages, *rest))(jnp.stack([first] * 2))
 
 
-def schedule_for(args: list[Any], **changed: Any):
+def schedule_for(args: Any, **changed: Any) -> Any:
     q, k_pages, _, _, kv_lens = args
     sizes = {
         "num_q_heads": q.shape[2],
@@ -442,7 +445,7 @@ def test_wide_table_costs_neither_memory_nor_time():
     pages = jnp.zeros((4, 1, 16, 8), jnp.float32)
     table = jnp.zeros((1, 2048), jnp.int32)
     q = jnp.zeros((1, 1, 1, 8), jnp.float32)
-    compiled = (
+    compiled: Any = (
         jax.jit(decode_attention)
         .lower(q, pages, pages, table, jnp.full(1, 100, jnp.int32))
         .compile()

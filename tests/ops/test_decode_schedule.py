@@ -1,6 +1,7 @@
 """decode_schedule: every tile once, balanced, in few slots; and an attention that runs on it."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +19,20 @@ from jax_hpc.ops.decode_attention.schedule.heuristics import (
     TILE_COST,
     TILE_TOKENS,
 )
-from tests.support.attention_truth import make_problem, on_device
+from tests.support.attention_truth import make_problem
 from tests.support.numerics import assert_close
 
 FIXED = {"head_dim": 128, "kv_dtype": jnp.bfloat16, "page_size": 64}
 BATCHES = (1, 5, 64)  # static shapes: each one is a compilation
 
 
-def build(lens: np.ndarray, num_kv_heads: int = 1, **options) -> DecodeSchedule:
-    lens = jnp.asarray(lens, jnp.int32)
+def build(lens: np.ndarray, num_kv_heads: int = 1, **options: Any) -> DecodeSchedule:
     made = decode_schedule(
-        lens, num_q_heads=num_kv_heads, num_kv_heads=num_kv_heads, **FIXED, **options
+        jnp.asarray(lens, jnp.int32),
+        num_q_heads=num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        **FIXED,
+        **options,
     )
     return jax.tree.map(np.asarray, made)
 
@@ -220,7 +224,7 @@ def test_attention_on_the_schedule(rng, q_len, window):
     )
     problem.options = {"window": window}
     q = rng.normal(0, 1, (len(lens), q_len, 4, 8)).astype(np.float32)
-    shapes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "page_size": 16}
+    shapes: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "page_size": 16}
     schedule = decode_schedule(
         jnp.asarray(problem.kv_lens),
         **shapes,
@@ -234,8 +238,8 @@ def test_attention_on_the_schedule(rng, q_len, window):
     want_out, want_lse = problem.decode(q)
     assert_close(out, want_out, atol=1e-12)
     assert_close(lse, want_lse, atol=1e-12)
-    args = (q, problem.k_pages, problem.v_pages, problem.page_table, problem.kv_lens)
-    got = decode_attention(*map(on_device, args), schedule, window=window)
+    args: Any = (q, problem.k_pages, problem.v_pages, problem.page_table, problem.kv_lens)
+    got = decode_attention(*args, schedule=schedule, window=window)
     assert_close(got, want_out, atol=1e-5)
 
 

@@ -7,7 +7,6 @@ query sees, so whatever else lies in the cache cannot enter.
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -157,8 +156,3 @@ def make_problem(
             k[page, :, :count] = rng.normal(0, 1, size)
             v[page, :, :count] = rng.normal(0, 1, size)
     return Problem(k.astype(dtype), v.astype(dtype), table, np.array(lens, np.int32), options)
-
-
-def on_device(value: Any) -> Any:
-    """numpy arrays as jax arrays, everything else as it is."""
-    return jnp.asarray(value) if isinstance(value, np.ndarray) else value

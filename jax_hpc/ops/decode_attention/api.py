@@ -118,7 +118,7 @@ def decode_attention(
     options = normalize_options(
         _NAME, head_dim=dims["D"], scale=scale, window=window, logit_cap=logit_cap
     )
-    num_splits = _normalize_splits(num_splits, schedule)
+    splits = _normalize_splits(num_splits, schedule)
     if schedule is not None:
         _check_schedule(schedule, dims, k_pages.dtype.name, options.window)
     if single:
@@ -127,7 +127,7 @@ def decode_attention(
         Operands(
             q, k_pages, v_pages, page_table, kv_lens, schedule, sinks, q_scale, k_scale, v_scale
         ),
-        Params(*options, num_splits, bool(return_lse)),
+        Params(*options, splits, bool(return_lse)),
         implementation=implementation,
     )
     if single:

@@ -9,6 +9,8 @@ from jax_hpc.ops.prefill_attention.signature import Operands, Params, Results, s
 
 def prefill_attention(operands: Operands, params: Params) -> Results:
     o = operands
+    if nothing_to_do(o):
+        return empty_results(operands, params)
     q = paged.query_values(o.q, o.q_scale, o.k_pages.dtype)
 
     def sequence(index: jax.Array, results: Results) -> Results:
@@ -32,6 +34,11 @@ def prefill_attention(operands: Operands, params: Params) -> Results:
 
     empty = empty_results(operands, params)
     return jax.lax.fori_loop(0, o.page_table.shape[0], sequence, empty)
+
+
+def nothing_to_do(o: Operands) -> bool:
+    """Whether an empty axis leaves no row or no key at all."""
+    return 0 in (o.q.shape[0], *o.page_table.shape)
 
 
 def locate(o: Operands, index: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:

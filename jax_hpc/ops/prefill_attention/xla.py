@@ -15,8 +15,10 @@ from jax_hpc.ops.prefill_attention.signature import Operands, Params, Results
 
 def prefill_attention(operands: Operands, params: Params) -> Results:
     o = operands
+    if reference.nothing_to_do(o):
+        return reference.empty_results(operands, params)
     _, num_kv_heads, page_size, _ = o.k_pages.shape
-    pages = min(block_pages(page_size), max(o.page_table.shape[1], 1))
+    pages = min(block_pages(page_size), o.page_table.shape[1])
     tokens = pages * page_size
     rows = block_rows(max_q_len=params.max_q_len, num_q_heads=o.q.shape[1], block_tokens=tokens)
     table = jnp.pad(
