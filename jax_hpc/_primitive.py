@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
@@ -308,6 +309,6 @@ def _refuse_automatic_sharding(name: str, axis_context: Any) -> None:
     if devices > 1:
         raise ValueError(
             f"{name}: the kernel is compiled for one device, but the program is partitioned over "
-            f"{devices} devices; call it inside jax.shard_map with every mesh axis manual (else XLA "
-            "would gather all operands on every device)"
+            f"{devices} devices; call it inside jax.shard_map with every mesh axis manual (else "
+            "XLA would gather all operands on every device)"
         )

@@ -28,6 +28,14 @@ def extension() -> Any | None:
         return None
 
 
+def why_no_extension() -> str:
+    """Why the package was built without the extension, as the build noted it."""
+    try:
+        return importlib.import_module("jax_hpc._no_extension").REASON
+    except ModuleNotFoundError:
+        return "it is imported from a source tree that was not built"
+
+
 @functools.cache
 def register_targets() -> None:
     """Register the extension's FFI handlers with JAX, after checking that JAX can take them.
@@ -88,7 +96,7 @@ def unusable_reason() -> str | None:
     if not devices:
         return None
     if extension() is None:
-        return "this installation of jax_hpc was built without CUDA"
+        return f"jax_hpc was installed without its CUDA extension: {why_no_extension()}"
     others = {d.compute_capability for d in devices} - {HOPPER}
     if others:
         return (
@@ -99,37 +107,42 @@ def unusable_reason() -> str | None:
 
 
 def kernel_status(operator: "Operator") -> str:
-    """One line for people: whether the operator's kernel can run here, and why not."""
+    """One line for people: which form of an operator runs here, and why."""
     if operator.kernel is None:
         return "XLA form (no kernel in this version)"
     if not gpus():
         return "XLA form (no CUDA device)"
-    return unusable_reason() or "CUDA kernel"
+    reason = unusable_reason()
+    return f"XLA form ({reason})" if reason else "CUDA kernel"
 
 
 def info() -> dict[str, Any]:
     """What is installed and what runs here, as plain data (JSON-serialisable).
 
     Keys: ``version``, ``jax``, ``jaxlib``, ``platform`` (JAX's default backend), ``extension``
-    (build facts of the compiled part, or None), ``devices`` (one dict per CUDA device) and
+    (facts of the compiled part, or why there is none), ``devices`` (one dict per CUDA device of
+    JAX; ``kernels`` says whether this build's code runs there, tried by a small launch) and
     ``operators`` (name -> which form runs here, and why).
     """
     module = extension()
-    devices = []
-    for device in gpus():
-        devices.append(
-            {
-                "id": device.id,
-                "kind": device.device_kind,
-                "compute_capability": device.compute_capability,
-            }
-        )
     return {
         "version": __version__,
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "platform": jax.default_backend(),
-        "extension": dict(module.build_info()) if module is not None else None,
-        "devices": devices,
+        "extension": dict(module.build_info()) if module else f"none: {why_no_extension()}",
+        "devices": [_device_info(module, device) for device in gpus()],
         "operators": {name: kernel_status(op) for name, op in OPERATORS.items()},
     }
+
+
+def _device_info(module: Any | None, device: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "id": device.id,
+        "kind": device.device_kind,
+        "compute_capability": device.compute_capability,
+        "multiprocessors": device.core_count,
+    }
+    if module is not None:
+        facts["kernels"] = module.probe(device.local_hardware_id) or "run"
+    return facts

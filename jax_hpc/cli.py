@@ -59,15 +59,16 @@ def _info(arguments: argparse.Namespace) -> None:
         print(json.dumps(facts, indent=2))
         return
     rows = {name: facts[name] for name in ("version", "jax", "jaxlib", "platform")}
-    rows["extension"] = _pairs(facts["extension"]) or "not built: operators run on their XLA forms"
+    built = facts["extension"]
+    rows["extension"] = built if isinstance(built, str) else _pairs(built)
     rows["devices"] = [_pairs(device) for device in facts["devices"]] or "no CUDA device"
     _print_rows(rows)
     print("\noperators")
     _print_rows(facts["operators"], indent="  ")
 
 
-def _pairs(facts: dict[str, Any] | None) -> str:
-    return ", ".join(f"{name} {value}" for name, value in (facts or {}).items())
+def _pairs(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
 def _print_rows(rows: dict[str, Any], indent: str = "") -> None:

@@ -148,9 +148,7 @@ def make_prefill(model: nnx.Module) -> Prefill:
     return jax.jit(prefill, donate_argnums=(1, 2))
 
 
-def make_decode_loop(
-    model: nnx.Module, num_steps: int, *, early_exit: bool = False
-) -> DecodeLoop:
+def make_decode_loop(model: nnx.Module, num_steps: int, *, early_exit: bool = False) -> DecodeLoop:
     """A jitted ``(params, cache, state) -> (tokens int32 [num_steps, B], cache, state)``.
 
     The loop runs ``num_steps`` decode steps without the host. A sequence that ends on the way

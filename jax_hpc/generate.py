@@ -161,7 +161,9 @@ class Generator:
     def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         config = self.model.config
         check(len(prompts) > 0, "generate", "prompts", expected="non-empty", got="no prompts")
-        check(max_new_tokens >= 1, "generate", "max_new_tokens", expected=">= 1", got=max_new_tokens)
+        check(
+            max_new_tokens >= 1, "generate", "max_new_tokens", expected=">= 1", got=max_new_tokens
+        )
         for index, prompt in enumerate(prompts):
             name = f"prompts[{index}]"
             limit = config.max_positions - 1
@@ -206,7 +208,9 @@ class Generator:
             eos_ids=jnp.asarray(eos),
             seeds=None if seeds is None else jnp.asarray(seeds, jnp.uint32),
             sampling=sampling,
-            counts=TokenCounts.from_prompts(prompts, config.vocab_size) if uses_penalties else None,
+            counts=TokenCounts.from_prompts(prompts, config.vocab_size)
+            if uses_penalties
+            else None,
         )
         cache = self.model.new_cache(num_pages, self.page_size, self.kv_cache_dtype)
         return state, cache
@@ -248,7 +252,9 @@ def _chunks(prompts: Sequence[Sequence[int]], size: int) -> Iterator[PrefillChun
         end = min(begin + size, len(tokens))
         first, last = np.clip(starts, begin, end), np.clip(ends, begin, end)
         q_lens = last - first
-        rows = np.zeros(min(size, max(SMALLEST_CHUNK, 1 << (end - begin - 1).bit_length())), np.int32)
+        rows = np.zeros(
+            min(size, max(SMALLEST_CHUNK, 1 << (end - begin - 1).bit_length())), np.int32
+        )
         rows[: end - begin] = tokens[begin:end]
         yield PrefillChunk(
             tokens=jnp.asarray(rows),

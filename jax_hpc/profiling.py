@@ -53,7 +53,9 @@ def host_transfers(compiled: Any) -> list[str]:
         line.strip()
         for line in compiled.as_text().splitlines()
         if (match := _INSTRUCTION.match(line))
-        and (match["op"].startswith(_HOST) or any(f'custom_call_target="{h}' in line for h in _HOST))
+        and (
+            match["op"].startswith(_HOST) or any(f'custom_call_target="{h}' in line for h in _HOST)
+        )
     ]
 
 

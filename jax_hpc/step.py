@@ -17,7 +17,7 @@ class StepInputs:
     page_table: int32 ``[B, M]``; kv_lens: int32 ``[B]``, counting the rows of this step.
     q_starts, q_lens: int32 ``[B]``, prefill only: sequence b owns rows
         ``q_starts[b] .. q_starts[b] + q_lens[b]``.
-    max_q_len: static; 0 means decode, else the bound of q_lens.
+    max_q_len: static, the bound of q_lens in prefill; 0 in decode.
     schedule: work split of decode attention, built once per step and shared by the layers.
     """
 
@@ -33,7 +33,7 @@ class StepInputs:
 
     @property
     def is_prefill(self) -> bool:
-        return self.max_q_len > 0
+        return self.q_starts is not None
 
     @property
     def active(self) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Whole models: one file each, and the registry that finds one by its checkpoint's architecture."""
+"""Whole models: one file each, and the registry that maps a checkpoint's architecture to one."""
 
 from jax_hpc.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig
 from jax_hpc.models.registry import MODELS

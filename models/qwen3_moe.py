@@ -142,7 +142,7 @@ class DecoderLayer(nnx.Module):
         dtype: jax.typing.DTypeLike,
         implementations: Implementations,
     ) -> None:
-        norm = dict(eps=config.rms_eps, dtype=dtype)
+        norm: dict[str, Any] = dict(eps=config.rms_eps, dtype=dtype)
         self.input_layernorm = RMSNorm(config.hidden_size, **norm)
         self.self_attn = PagedAttention(
             config.hidden_size,

@@ -22,7 +22,9 @@ def test_scale_pages_only_with_fp8() -> None:
     cache = PagedKVCache.zeros(dtype=jnp.float8_e4m3fn, **sizes)
     scales = cache.layers[0].k_scale_pages
     assert scales is not None and scales.shape == (3, 2, 64) and scales.dtype == jnp.float32
-    with pytest.raises(ValueError, match="'k_scales_per_token' must be False for a bfloat16 cache"):
+    with pytest.raises(
+        ValueError, match="'k_scales_per_token' must be False for a bfloat16 cache"
+    ):
         PagedKVCache.zeros(**sizes)
     with pytest.raises(TypeError, match="'dtype' must be bfloat16 or float32 or float8_e4m3fn"):
         PagedKVCache.zeros(num_layers=1, num_pages=1, num_kv_heads=1, head_dim=8, dtype=jnp.int8)

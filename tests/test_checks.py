@@ -47,5 +47,7 @@ def test_dims_refuse_rank_number_and_repeat(pattern: str) -> None:
 
 
 def test_dims_refuse_what_is_no_array() -> None:
-    with pytest.raises(TypeError, match=r"op: argument 'x' must be an array of shape \[T\], got int"):
+    with pytest.raises(
+        TypeError, match=r"op: argument 'x' must be an array of shape \[T\], got int"
+    ):
         Dims("op").match("x", 3, "T")

@@ -44,9 +44,7 @@ PAGES = 4
 
 def new_state(limit: int = 64, **kwargs: Any) -> DecodeState:
     table = np.arange(BATCH * PAGES, dtype=np.int32).reshape(BATCH, PAGES)[:, ::-1]
-    return DecodeState.create(
-        jnp.asarray(table), jnp.full(BATCH, limit, jnp.int32), **kwargs
-    )
+    return DecodeState.create(jnp.asarray(table), jnp.full(BATCH, limit, jnp.int32), **kwargs)
 
 
 def new_cache() -> Any:

@@ -96,7 +96,9 @@ def operands(dtype: Any = jnp.bfloat16, bias: bool = True) -> Operands:
     )
 
 
-def lower(operator: Operator, implementation: str, platforms: tuple[str, ...], **kwargs: Any) -> str:
+def lower(
+    operator: Operator, implementation: str, platforms: tuple[str, ...], **kwargs: Any
+) -> str:
     def call(operands: Operands) -> Results:
         return operator(operands, Params(2.0), implementation=implementation)
 
@@ -213,9 +215,9 @@ def test_vmap_folds_or_names_the_argument() -> None:
         jax.vmap(call, in_axes=(None, 0))(x[..., 0], jnp.zeros((5, 4, 2)))
     refusing = make(None)
     with pytest.raises(NotImplementedError, match=r"toy: vmap is not supported .*'x'"):
-        jax.vmap(lambda x: refusing(operands()._replace(x=x), Params(2.0), implementation="xla").y)(
-            jnp.zeros((5, 3, 2))
-        )
+        jax.vmap(
+            lambda x: refusing(operands()._replace(x=x), Params(2.0), implementation="xla").y
+        )(jnp.zeros((5, 3, 2)))
 
 
 def test_layers_of_equal_shapes_share_one_function() -> None:
@@ -234,7 +236,12 @@ def test_layers_of_equal_shapes_share_one_function() -> None:
 
 @pytest.mark.parametrize(
     ("built", "running", "fails"),
-    [((0, 4), (0, 4), False), ((0, 4), (0, 5), False), ((0, 5), (0, 4), True), ((1, 0), (0, 4), True)],
+    [
+        ((0, 4), (0, 4), False),
+        ((0, 4), (0, 5), False),
+        ((0, 5), (0, 4), True),
+        ((1, 0), (0, 4), True),
+    ],
 )
 def test_ffi_version_gate(
     monkeypatch: pytest.MonkeyPatch, built: tuple[int, int], running: tuple[int, int], fails: bool

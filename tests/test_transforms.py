@@ -67,7 +67,7 @@ def test_runs_are_bitwise_repeatable(call: Call) -> None:
 
 
 def test_shard_map_splits_into_independent_parts(call: Call) -> None:
-    """Four devices give what one does where the parts do not meet (a schedule is per device)."""
+    """Four devices give what one does; a schedule is per device."""
     mesh = jax.make_mesh((4,), ("t",), axis_types=(AxisType.Auto,))
     specs = (call.x_spec, call.rest_spec)
     for check_vma in (True, False):
@@ -126,7 +126,9 @@ def test_export_round_trip(call: Call) -> None:
 
 def test_gradient_is_refused_with_advice(call: Call) -> None:
     def loss(x: jax.Array) -> jax.Array:
-        return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(call.run(x, call.rest)))
+        return sum(
+            jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(call.run(x, call.rest))
+        )
 
     if not call.float_x:
         with pytest.raises(TypeError, match="grad requires real- or complex-valued inputs"):
@@ -136,11 +138,13 @@ def test_gradient_is_refused_with_advice(call: Call) -> None:
         jax.grad(loss)(call.x)
 
 
-def test_implementations(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implementations(call: Call) -> None:
     assert_near(call.run(call.x, call.rest, "xla"), call.run(call.x, call.rest))
     operator = _registry.OPERATORS[call.name]
     if operator.kernel is None:
-        with pytest.raises(NotImplementedError, match=f"{call.name}: no CUDA kernel for this call"):
+        with pytest.raises(
+            NotImplementedError, match=f"{call.name}: no CUDA kernel for this call"
+        ):
             call.run(call.x, call.rest, "cuda")
     with pytest.raises(ValueError, match=f"{call.name}: argument 'implementation' must be one of"):
         call.run(call.x, call.rest, "fast")

@@ -128,9 +128,7 @@ class PagedAttention(nnx.Module):
         if pages.k_pages.dtype != fp8.E4M3:
             return {}
         dynamic = pages.k_scale_pages is not None
-        return {"v_scale": self.v_scale[...]} | (
-            {} if dynamic else {"k_scale": self.k_scale[...]}
-        )
+        return {"v_scale": self.v_scale[...]} | ({} if dynamic else {"k_scale": self.k_scale[...]})
 
     def _attend(
         self,
@@ -140,7 +138,7 @@ class PagedAttention(nnx.Module):
         pages: LayerPages,
         scales: dict[str, Any],
     ) -> jax.Array:
-        options = dict(
+        options: dict[str, Any] = dict(
             scale=self.scale,
             window=self.window,
             sinks=_value(self.sinks),
@@ -148,7 +146,7 @@ class PagedAttention(nnx.Module):
             implementation=self.implementation,
             **scales,
         )
-        if inputs.is_prefill:
+        if inputs.q_starts is not None and inputs.q_lens is not None:
             return prefill_attention(
                 q,
                 pages.k_pages,

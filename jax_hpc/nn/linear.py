@@ -89,9 +89,7 @@ class GatedMLP(nnx.Module):
     ) -> None:
         options: dict[str, Any] = {"rngs": rngs, "dtype": dtype}
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, **options)
-        self.down_proj = Linear(
-            intermediate_size, hidden_size, reduce_axis=reduce_axis, **options
-        )
+        self.down_proj = Linear(intermediate_size, hidden_size, reduce_axis=reduce_axis, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = jnp.split(self.gate_up_proj(x).astype(jnp.float32), 2, axis=-1)

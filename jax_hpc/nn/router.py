@@ -60,9 +60,7 @@ class SplitRouter(nnx.Module):
           x: ``[T, H]``.
           active: bool ``[T]``; rows that are False get no expert (ids -1) and cost none.
         """
-        logits = router_gemm(
-            x, SplitWeight(self.parts[...]), implementation=self.implementation
-        )
+        logits = router_gemm(x, SplitWeight(self.parts[...]), implementation=self.implementation)
         result = route_topk(
             logits,
             self.top_k,

@@ -35,7 +35,9 @@ def test_accuracy(
         from jax_hpc.ops.router_gemm import reference
         from jax_hpc.ops.router_gemm.signature import Operands, Params
 
-        got = jax.jit(reference.router_gemm, static_argnums=1)(Operands(x, weight), Params()).logits
+        got = jax.jit(reference.router_gemm, static_argnums=1)(
+            Operands(x, weight), Params()
+        ).logits
     else:
         got = router_gemm(jnp.asarray(x), weight, implementation="xla")
     assert got.dtype == jnp.float32
@@ -94,9 +96,7 @@ def test_edge_sizes(shape: tuple[int, int, int]) -> None:
 
 def test_real_shapes_trace() -> None:
     for case in CASES:
-        weight = SplitWeight(
-            jax.ShapeDtypeStruct((2, case.experts, case.hidden), jnp.bfloat16)
-        )
+        weight = SplitWeight(jax.ShapeDtypeStruct((2, case.experts, case.hidden), jnp.bfloat16))
         x = jax.ShapeDtypeStruct((64, case.hidden), jnp.bfloat16)
         assert jax.eval_shape(router_gemm, x, weight).shape == (64, case.experts)
 

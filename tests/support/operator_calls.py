@@ -50,9 +50,7 @@ def _router_gemm(rng: np.random.Generator) -> Call:
 
 def _route_topk(rng: np.random.Generator) -> Call:
     def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
-        return jax_hpc.route_topk(
-            x, 3, bias=rest, renormalize=True, implementation=implementation
-        )
+        return jax_hpc.route_topk(x, 3, bias=rest, renormalize=True, implementation=implementation)
 
     return Call("route_topk", run, _array(rng, 8, 16), _array(rng, 16), P("t"), P(), P("t"))
 
@@ -151,9 +149,7 @@ def _fused_moe(rng: np.random.Generator) -> Call:
         return jax_hpc.fused_moe(x, *rest, implementation=implementation)
 
     rows = P("t")
-    return Call(
-        "fused_moe", run, _array(rng, 8, 32), rest, rows, (rows, rows, P()), rows
-    )
+    return Call("fused_moe", run, _array(rng, 8, 32), rest, rows, (rows, rows, P()), rows)
 
 
 MAKERS = {
