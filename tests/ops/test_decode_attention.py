@@ -10,6 +10,7 @@ import pytest
 
 from jax_hpc import fp8
 from jax_hpc.ops.decode_attention import decode_attention, decode_schedule
+from jax_hpc.ops.decode_attention.cases import MODELS
 from jax_hpc.ops.decode_attention.primitive import OPERATOR
 from jax_hpc.ops.decode_attention.signature import Operands, Params
 from tests.support.attention_truth import BF16, E4M3, Problem, make_problem
@@ -438,6 +439,25 @@ def test_rejects_another_batchs_schedule_and_splits():
     with pytest.raises(ValueError, match="'num_splits' must be None with a schedule"):
         schedule = jax.eval_shape(lambda: schedule_for(args))
         decode_attention(**call, schedule=schedule, num_splits="static")
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_shapes_of_models(model):
+    """Every model's heads are taken, with queries for verification and its own options."""
+    cache = jax.ShapeDtypeStruct((9, model.num_kv_heads, 64, model.head_dim), jnp.bfloat16)
+    out, lse = jax.eval_shape(
+        functools.partial(
+            decode_attention, window=model.window, logit_cap=model.logit_cap, return_lse=True
+        ),
+        jax.ShapeDtypeStruct((5, 4, model.num_q_heads, model.head_dim), jnp.bfloat16),
+        cache,
+        cache,
+        jax.ShapeDtypeStruct((5, 3), jnp.int32),
+        jax.ShapeDtypeStruct((5,), jnp.int32),
+        sinks=jax.ShapeDtypeStruct((model.num_q_heads,), jnp.float32) if model.sinks else None,
+    )
+    assert out.shape == (5, 4, model.num_q_heads, model.head_dim) and out.dtype == BF16
+    assert lse.shape == (5, 4, model.num_q_heads) and lse.dtype == F32
 
 
 def test_wide_table_costs_neither_memory_nor_time():

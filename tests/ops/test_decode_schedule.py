@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jax_hpc.ops.decode_attention import DecodeSchedule, decode_attention, decode_schedule
+from jax_hpc.ops.decode_attention.cases import BASELINE_HEADS, BASELINE_MIXES
 from jax_hpc.ops.decode_attention.schedule import heuristics
 from jax_hpc.ops.decode_attention.schedule.heuristics import (
     EMPTY_COST,
@@ -189,6 +190,15 @@ def test_length_near_2_31_with_window():
     lens = np.array([2**31 - 1, 2**31 - 64, 100], np.int32)
     check_invariants(build(lens, q_len=8, window=2**31 - 1, num_ctas=1), lens)
     check_invariants(build(lens, q_len=8, window=1000, num_ctas=13), lens)
+
+
+@pytest.mark.parametrize("heads", BASELINE_HEADS, ids=lambda heads: heads.name)
+def test_mixes_of_the_baselines(heads):
+    # Padded to one batch size, so that one compilation serves all mixes.
+    for mix in BASELINE_MIXES:
+        lens = np.zeros(64, np.int32)
+        lens[: len(mix.kv_lens)] = mix.kv_lens
+        check_invariants(build(lens, heads.num_kv_heads, num_ctas=264), lens)
 
 
 def test_floor_on_work_per_cta():

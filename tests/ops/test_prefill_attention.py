@@ -11,6 +11,8 @@ import pytest
 from jax_hpc import fp8
 from jax_hpc.ops.decode_attention import decode_attention
 from jax_hpc.ops.prefill_attention import prefill_attention
+from jax_hpc.ops.prefill_attention.cases import CASES as CASE_LIST
+from jax_hpc.ops.prefill_attention.cases import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE
 from jax_hpc.ops.prefill_attention.primitive import OPERATOR
 from jax_hpc.ops.prefill_attention.signature import Operands, Params
 from tests.support.attention_truth import BF16, E4M3, Problem, make_problem
@@ -269,6 +271,23 @@ def test_memory_follows_the_block_not_the_table():
     compiled: Any = jax.jit(call).lower(q, pages, pages, table, counts, counts, counts).compile()
     scores_at_once = 64 * 2048 * 16 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < scores_at_once / 8
+
+
+@pytest.mark.parametrize("case", CASE_LIST, ids=lambda case: case.name)
+def test_shapes_of_the_baselines(case):
+    cache = jax.ShapeDtypeStruct((9, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM), jnp.bfloat16)
+    counts = jax.ShapeDtypeStruct((case.batch,), jnp.int32)
+    out = jax.eval_shape(
+        functools.partial(prefill_attention, max_q_len=case.q_len),
+        jax.ShapeDtypeStruct((case.tokens, NUM_Q_HEADS, HEAD_DIM), jnp.bfloat16),
+        cache,
+        cache,
+        jax.ShapeDtypeStruct((case.batch, -(-case.kv_len // PAGE_SIZE)), jnp.int32),
+        counts,
+        counts,
+        counts,
+    )
+    assert out.shape == (case.tokens, NUM_Q_HEADS, HEAD_DIM)
 
 
 def test_vmap_is_refused_with_advice(small):
