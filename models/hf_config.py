@@ -15,9 +15,15 @@ class HFConfig:
         self._values = values
 
     def __getitem__(self, key: str) -> Any:
-        if key not in self._values:
-            raise ValueError(f"{self._model}: config.json has no '{key}'")
-        return self._values[key]
+        return self.first_of(key)
+
+    def first_of(self, *keys: str) -> Any:
+        """The value of the first key that is there: names differ between transformers versions."""
+        for key in keys:
+            if key in self._values:
+                return self._values[key]
+        names = " or ".join(f"'{key}'" for key in keys)
+        raise ValueError(f"{self._model}: config.json has no {names}")
 
     def get(self, key: str, default: Any) -> Any:
         return self._values.get(key, default)

@@ -75,7 +75,7 @@ class Qwen3MoEConfig:
             num_q_heads=heads,
             num_kv_heads=config["num_key_value_heads"],
             head_dim=config.get("head_dim", None) or hidden // heads,
-            num_experts=config["num_experts"],
+            num_experts=config.first_of("num_experts", "num_local_experts"),
             experts_per_token=config["num_experts_per_tok"],
             expert_intermediate_size=config["moe_intermediate_size"],
             dense_intermediate_size=config["intermediate_size"],
