@@ -231,7 +231,7 @@ def test_bytes_per_step_counts_what_is_read() -> None:
 
 
 def test_inactive_rows_cost_no_expert() -> None:
-    """Rows without a slot get no expert and no place in the cache, and leave others as they are."""
+    """Rows without a slot get no expert and no place in the cache, and leave the others alone."""
     model = tiny_models.qwen3_moe()
     inputs = StepInputs(
         tokens=jnp.array([3, 4, 5], jnp.int32),
