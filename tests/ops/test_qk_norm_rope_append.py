@@ -20,7 +20,7 @@ from tests.support.numerics import assert_bitwise, assert_close
 PAGES, PAGE = 4, 16
 POSITIONS = 50
 # Three pages used, two tokens skipped (one below, one above the pool), positions out of range.
-SLOTS = np.asarray([17, 3, -1, 63, PAGES * PAGE, 18], np.int32)
+SLOTS = np.asarray([17, 3, -1, 60, PAGES * PAGE, 18], np.int32)
 TOKEN_POSITIONS = np.asarray([0, 49, 7, 1000, -5, 31], np.int32)
 TOKENS = len(SLOTS)
 

@@ -30,10 +30,10 @@ def fused_moe(operands: Operands, params: Params) -> Results:
 
 def local_ids(operands: Operands) -> jax.Array:
     """Indices into this call's experts; -1 where the id is not one of them."""
-    ids, offset = operands.topk_ids, operands.expert_offset
+    ids, first = operands.topk_ids, operands.expert_offset
     # Compared before subtracting, so that no garbage id can wrap around into the range.
-    is_local = (ids >= jnp.maximum(offset, 0)) & (ids - offset < operands.experts.down.shape[0])
-    return jnp.where(is_local, ids - offset, -1)
+    is_local = (ids >= first) & (ids - first < operands.experts.down.shape[0])
+    return jnp.where(is_local, ids - first, -1)
 
 
 def combine(operands: Operands, ids: jax.Array, chosen: jax.Array) -> Results:

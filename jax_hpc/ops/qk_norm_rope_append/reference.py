@@ -13,7 +13,7 @@ from jax_hpc.ops.qk_norm_rope_append.signature import (
 
 
 def qk_norm_rope_append(operands: Operands, params: Params) -> PrologueOut:
-    num_pages, kv_heads, page_size, head_dim = operands.k_pages.shape
+    _, kv_heads, page_size, head_dim = operands.k_pages.shape
     heads = num_q_heads(operands)
     tokens, total_heads = operands.qkv.shape[0], heads + 2 * kv_heads
     rows = operands.qkv.reshape(tokens, total_heads, head_dim).astype(jnp.float32)
@@ -31,10 +31,9 @@ def qk_norm_rope_append(operands: Operands, params: Params) -> PrologueOut:
     else:
         q = q.astype(operands.qkv.dtype)
 
-    slots = operands.slots
-    in_cache = (slots >= 0) & (slots < num_pages * page_size)
-    # Page num_pages does not exist, so the scatter drops the row.
-    page, row = jnp.where(in_cache, slots // page_size, num_pages), slots % page_size
+    # Floor division puts a slot below 0 or beyond the cache on a page that does not exist, and
+    # the scatter drops its row.
+    page, row = operands.slots // page_size, operands.slots % page_size
     k_scale, k_scale_pages = operands.k_scale, operands.k_scale_pages
     if k_scale_pages is not None:
         k_scale = fp8.amax_scale(k, axis=2)
