@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jax_hpc import fp8
-from jax_hpc.ops.decode_attention import decode_attention, decode_schedule
+from jax_hpc.ops.decode_attention import decode_attention, decode_schedule, xla
 from jax_hpc.ops.decode_attention.cases import MODELS
 from jax_hpc.ops.decode_attention.primitive import OPERATOR
+from jax_hpc.ops.decode_attention.reference import query_positions
 from jax_hpc.ops.decode_attention.signature import Operands, Params
 from tests.support.attention_truth import BF16, E4M3, Problem, make_problem
 from tests.support.numerics import assert_bitwise, assert_close, cosine
@@ -458,6 +459,23 @@ def test_shapes_of_models(model):
     )
     assert out.shape == (5, 4, model.num_q_heads, model.head_dim) and out.dtype == BF16
     assert lse.shape == (5, 4, model.num_q_heads) and lse.dtype == F32
+
+
+def test_blocks_that_are_read():
+    """Of blocks of 512 tokens: from the first query's window to the longest sequence's end."""
+
+    def blocks(lens: list[int], q_len: int, window: int | None) -> tuple[int, int]:
+        positions = query_positions(jnp.asarray(lens, jnp.int32), q_len)
+        first, end = xla.block_range(positions, window, tokens=512, blocks=4)
+        return int(first), int(end)
+
+    assert blocks([1100, 0, 600], 2, None) == (0, 3)
+    assert blocks([1100, 0, 1100], 2, 588) == (0, 3)  # the second query alone starts at 512
+    assert blocks([1100, 0, 1100], 2, 587) == (1, 3)
+    assert blocks([512, 513], 1, 1) == (0, 2)
+    assert blocks([5000], 1, None) == (0, 4)  # no further than the table
+    first, end = blocks([0, 0], 1, 10)
+    assert first >= end
 
 
 def test_wide_table_costs_neither_memory_nor_time():

@@ -204,20 +204,20 @@ def test_a_chunk_is_its_rows_decoded_one_by_one(small):
     assert_close(step_lse[0], lse[rows], atol=1e-5)
 
 
-def test_rows_beyond_max_q_len_are_zero(small):
-    problem, chunks, q = small
-    out, lse = run(problem, chunks, q)
-    short_out, short_lse = numpy_run_short(problem, chunks, q, 10)
-    first = chunks.starts[0]
-    assert_close(short_out[first : first + 10], out[first : first + 10], rtol=2.0**-8)
-    assert np.all(short_out[first + 10 : first + 12] == 0)
-    assert np.all(np.isneginf(short_lse[first + 10 : first + 12]))
-    long_out, _ = numpy_run_short(problem, chunks, q, 100)  # more than there are rows
-    assert_close(long_out, out, rtol=2.0**-8)
-
-
-def numpy_run_short(problem, chunks, q, max_q_len) -> tuple[np.ndarray, np.ndarray]:
-    return jax.tree.map(np.asarray, run(problem, chunks, q, max_q_len=max_q_len))
+@pytest.mark.parametrize("max_q_len", [10, 280, 512])
+def test_rows_beyond_max_q_len_are_zero(rng, max_q_len):
+    """Within the first block of rows (256), within the second, and more than there are rows."""
+    problem = make_problem(
+        rng, [300, 3], num_kv_heads=1, head_dim=4, page_size=64, width=5, dtype=F32
+    )
+    chunks = Chunks(rng, [(300, 300), (3, 3)])
+    q = rng.normal(0, 1, (chunks.total, 1, 4)).astype(F32)
+    want, want_lse = problem.prefill(q, chunks.starts, chunks.lens)
+    missing = slice(chunks.starts[0] + min(max_q_len, 300), chunks.starts[0] + 300)
+    want[missing], want_lse[missing] = 0, -np.inf
+    out, lse = run(problem, chunks, q, max_q_len=max_q_len)
+    assert_close(out, want, atol=5e-6)
+    assert_close(lse, want_lse, atol=1e-5)
 
 
 def test_query_is_quantised_as_outside(rng):

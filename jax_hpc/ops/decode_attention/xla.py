@@ -40,7 +40,7 @@ def decode_attention(operands: Operands, params: Params) -> Results:
         visible &= paged.in_pool(ids, o.k_pages)[:, None, :]
         return extend(state, q, k, v, visible)
 
-    first, end = _block_range(positions, params.window, pages * page_size, table.shape[1] // pages)
+    first, end = block_range(positions, params.window, pages * page_size, table.shape[1] // pages)
     start = jax.vmap(functools.partial(paged.start_running, num_kv_heads=num_kv_heads))(q)
     state = jax.lax.fori_loop(first, end, step, start)
     out, lse = jax.vmap(paged.finish_running, in_axes=(0, None))(state, o.sinks)
@@ -48,7 +48,7 @@ def decode_attention(operands: Operands, params: Params) -> Results:
     return Results(out.astype(shapes.out.dtype), lse if params.return_lse else None)
 
 
-def _block_range(
+def block_range(
     positions: jax.Array, window: int | None, tokens: int, blocks: int
 ) -> tuple[jax.Array, jax.Array]:
     """First and end block that any query of any sequence sees."""

@@ -18,7 +18,7 @@ def prefill_attention(operands: Operands, params: Params) -> Results:
         k = paged.gather_tokens(o.k_pages, table, o.k_scale)
         v = paged.gather_tokens(o.v_pages, table, o.v_scale)
         row = jnp.arange(params.max_q_len, dtype=jnp.int32)
-        source, position = locate(o, index, row)
+        source, position = locate(o, index, row, params.max_q_len)
         visible = paged.sees(position, jnp.arange(k.shape[1], dtype=jnp.int32), params.window)
         visible &= paged.in_pool(table, o.k_pages)
         out, lse = paged.attend(
@@ -41,15 +41,17 @@ def nothing_to_do(o: Operands) -> bool:
     return 0 in (o.q.shape[0], *o.page_table.shape)
 
 
-def locate(o: Operands, index: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Row of q and position of a sequence's chunk rows; T and below 0 for rows it has not.
+def locate(
+    o: Operands, index: jax.Array, row: jax.Array, max_q_len: int
+) -> tuple[jax.Array, jax.Array]:
+    """Row of q and position of a sequence's chunk rows; T and -1 for rows that do not exist.
 
     A negative position sees no key.
     """
     tokens = o.q.shape[0]
     length = o.q_lens[index]
     source = o.q_starts[index] + row
-    exists = (row < length) & (source >= 0) & (source < tokens)
+    exists = (row < jnp.minimum(length, max_q_len)) & (source >= 0) & (source < tokens)
     position = jnp.maximum(o.kv_lens[index], 0) - length + row
     return jnp.where(exists, source, tokens), jnp.where(exists, position, -1)
 

@@ -40,9 +40,7 @@ def prefill_attention(operands: Operands, params: Params) -> Results:
 
     def row_block(block: jax.Array, results: Results, sequence: jax.Array) -> Results:
         row = block * rows + jnp.arange(rows, dtype=jnp.int32)
-        # Past max_q_len as the reference: those rows do not exist.
-        source, position = reference.locate(o, sequence, row)
-        source = jnp.where(row < params.max_q_len, source, o.q.shape[0])
+        source, position = reference.locate(o, sequence, row, params.max_q_len)
         chunk = reference.take_rows(q, source)
         first, end = _key_blocks(position, params.window, tokens, table.shape[1] // pages)
         state = jax.lax.fori_loop(
