@@ -1,4 +1,4 @@
-"""Shared by all tests: four host devices, strict promotion, a seed per test."""
+"""Shared by all tests: four host devices, strict promotion, a seed per test, GPU tests."""
 
 import os
 import zlib
@@ -12,6 +12,26 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def has_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if has_gpu():
+        # Operators without a kernel say so on a GPU; tests of that warning catch it themselves.
+        config.addinivalue_line("filterwarnings", "ignore::jax_hpc.types.FallbackWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests need a GPU: skipped without one, unless JAX_HPC_REQUIRE_GPU says that there is."""
+    if has_gpu() or os.environ.get("JAX_HPC_REQUIRE_GPU"):
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA Hopper GPU")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
 
 
 @pytest.fixture

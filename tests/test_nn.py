@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_hpc
 from jax_hpc import fp8, nn
 from jax_hpc.cache import LayerPages
 from jax_hpc.step import StepInputs
+from tests.support.meshes import host_mesh
 from tests.support.numerics import assert_close
 
 H, HQ, HKV, D, N = 32, 4, 2, 16, 16
@@ -26,10 +26,6 @@ def rngs() -> nnx.Rngs:
 
 def array(rng: np.random.Generator, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.asarray(rng.normal(0, 1, shape).astype(np.float32)).astype(dtype)
-
-
-def mesh() -> jax.sharding.Mesh:
-    return jax.make_mesh((2,), ("t",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
 
 def test_rms_norm_against_float64(rng: np.random.Generator) -> None:
@@ -124,7 +120,7 @@ def test_moe_over_a_mesh_equals_one_device(rng: np.random.Generator, split: str)
             x, ids, weights, shared_output=half, identity_weight=identity
         )
 
-    sharded = jax.shard_map(run, mesh=mesh(), in_specs=(specs, P(), P()), out_specs=P())
+    sharded = jax.shard_map(run, mesh=host_mesh(2), in_specs=(specs, P(), P()), out_specs=P())
     assert_close(jax.jit(sharded)(params, x, shared / 2), want, atol=1e-5)
 
 
@@ -222,7 +218,9 @@ def test_heads_over_a_mesh_equal_one_device(rng: np.random.Generator) -> None:
     def run(params: Any, x: jax.Array, pages: LayerPages) -> Any:
         return nnx.merge(graph, params)(x, s.inputs, pages, s.cos_sin)
 
-    sharded = jax.shard_map(run, mesh=mesh(), in_specs=(spec, P(), heads), out_specs=(P(), heads))
+    sharded = jax.shard_map(
+        run, mesh=host_mesh(2), in_specs=(spec, P(), heads), out_specs=(P(), heads)
+    )
     got, pages = jax.jit(sharded)(params, s.x, s.pages)
     assert_close(got, want, atol=1e-5)
     assert_close(pages.k_pages, want_pages.k_pages, atol=1e-6)

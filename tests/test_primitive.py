@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_hpc import FallbackWarning, _primitive, _registry
 from jax_hpc._primitive import Fold, Kernel, Operator
+from tests.support.meshes import host_mesh
 
 
 class Operands(NamedTuple):
@@ -174,7 +175,7 @@ def test_unknown_implementation() -> None:
 
 def test_kernel_on_a_sharded_program_is_refused(no_gpu: None) -> None:
     toy = make(KERNEL)
-    mesh = jax.make_mesh((4,), ("t",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = host_mesh()
 
     def call(o: Operands) -> Results:
         return toy(o, Params(2.0), implementation="auto")

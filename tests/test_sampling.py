@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jax_hpc import _token_filters as filters
 from jax_hpc import sampling
 from jax_hpc.sampling import SamplingParams, TokenCounts, sample, update_counts
+from tests.support.meshes import host_mesh
 from tests.support.numerics import assert_bitwise, assert_close
 
 B, V = 8, 1531
@@ -324,7 +325,7 @@ def test_sharded_batches_draw_what_one_device_draws(rng):
     seeds, positions = keys(rng)
     params = SamplingParams.create(B, top_k=30, top_p=0.8, temperature=[0.0, 1.0] * (B // 2))
     whole = jitted(logits, params, seeds, positions)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = host_mesh(4, "data")
     rows = PartitionSpec("data")
     spread = jax.shard_map(sample, mesh=mesh, in_specs=(rows,) * 4, out_specs=rows)
     assert_bitwise(jax.jit(spread)(logits, params, seeds, positions), whole)

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 import jax_hpc
 from jax_hpc import _primitive, _registry
+from tests.support.meshes import host_mesh
 from tests.support.numerics import assert_bitwise
 from tests.support.operator_calls import MAKERS, Call
 
@@ -68,7 +69,7 @@ def test_runs_are_bitwise_repeatable(call: Call) -> None:
 
 def test_shard_map_splits_into_independent_parts(call: Call) -> None:
     """Four devices give what one does; a schedule is per device."""
-    mesh = jax.make_mesh((4,), ("t",), axis_types=(AxisType.Auto,))
+    mesh = host_mesh()
     specs = (call.x_spec, call.rest_spec)
     for check_vma in (True, False):
         sharded = jax.shard_map(
@@ -90,7 +91,7 @@ def test_shard_map_splits_into_independent_parts(call: Call) -> None:
 
 
 def _by_rank(call: Call) -> Any:
-    """The prologue takes q, k and v rows of one rank side by side: run rank by rank, join heads."""
+    """The prologue takes one rank's q, k and v rows side by side: run by rank, join heads."""
     parts = []
     for rank in range(4):
         width = call.x.shape[1] // 4
@@ -103,7 +104,7 @@ def _by_rank(call: Call) -> Any:
 
 def test_automatic_sharding_of_the_xla_form(call: Call) -> None:
     """Outside shard_map XLA partitions the jax.numpy form by itself."""
-    mesh = jax.make_mesh((4,), ("t",), axis_types=(AxisType.Auto,))
+    mesh = host_mesh()
     if call.name == "qk_norm_rope_append":
         x = jax.device_put(call.x, NamedSharding(mesh, jax.sharding.PartitionSpec()))
     else:

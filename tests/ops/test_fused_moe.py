@@ -26,6 +26,7 @@ from jax_hpc.ops.fused_moe import (
 from jax_hpc.ops.fused_moe.cases import CASES
 from jax_hpc.ops.fused_moe.signature import Operands, Params
 from tests.support import moe_truth
+from tests.support.meshes import host_mesh
 from tests.support.numerics import assert_bitwise, assert_close, cosine
 
 T, E, K, OFFSET = 7, 5, 3, 2
@@ -298,7 +299,7 @@ def test_expert_parallel_ranks_sum_to_the_whole(rng: np.random.Generator) -> Non
     x = jnp.asarray(rng.standard_normal((T, kind.hidden)), jnp.float32)
     ids = jnp.asarray(rng.integers(-1, 8, (T, K)), jnp.int32)
     weights = jnp.asarray(rng.uniform(0, 1, (T, K)), jnp.float32)
-    mesh = jax.make_mesh((4,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = host_mesh(4, "ep")
     spec = PartitionSpec
 
     def rank(x, ids, weights, experts):
