@@ -57,7 +57,7 @@ def generate(directory, prompt, *, new_tokens=48, temperature=0.0):
 
 def main():
     directory = sys.argv[1] if len(sys.argv) > 1 else DEMO
-    prompt = "A function definition"
+    prompt = "Return a new list"
     print(prompt + generate(directory, prompt))
 
 
