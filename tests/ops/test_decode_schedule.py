@@ -135,7 +135,7 @@ LENGTHS = st.one_of(
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("batch", BATCHES)
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_random_batches(batch, window, data):

@@ -204,9 +204,9 @@ def test_a_chunk_is_its_rows_decoded_one_by_one(small):
     assert_close(step_lse[0], lse[rows], atol=1e-5)
 
 
-@pytest.mark.parametrize("max_q_len", [10, 280, 512])
+@pytest.mark.parametrize("max_q_len", [280, 512])
 def test_rows_beyond_max_q_len_are_zero(rng, max_q_len):
-    """Within the first block of rows (256), within the second, and more than there are rows."""
+    """A bound within the second block of rows (256), and one above all rows."""
     problem = make_problem(
         rng, [300, 3], num_kv_heads=1, head_dim=4, page_size=64, width=5, dtype=F32
     )
