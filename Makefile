@@ -8,7 +8,7 @@ SHELL := bash
 VENV ?= .venv
 JOBS ?= 2
 DEMO_MODEL ?= models/demo_checkpoint
-DEMO_PROMPT ?= The if statement is used for
+DEMO_PROMPT ?= Explain the assert statement.
 
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
@@ -62,7 +62,7 @@ $(VENV)/dev: $(VENV)/installed
 
 demo: $(VENV)/installed ## generate text from the demo checkpoint
 	@echo "== jax-hpc generate"
-	@$(BIN)/jax-hpc generate --model $(DEMO_MODEL) --prompt "$(DEMO_PROMPT)"
+	@$(BIN)/jax-hpc generate --model $(DEMO_MODEL) --chat "$(DEMO_PROMPT)"
 
 wheel: $(VENV)/packages ## build a wheel into dist/
 	@$(PIP) wheel -v $(BUILD) -w dist .

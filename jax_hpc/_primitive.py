@@ -217,7 +217,7 @@ class Operator:
         for field, value in results._asdict().items():
             unfold = self.fold is not None and field in self.fold.results
             for leaf in jax.tree.leaves(value):
-                outs.append(leaf.reshape(size, -1, *leaf.shape[1:]) if unfold else leaf)
+                outs.append(_unfold(size, leaf) if unfold else leaf)
                 out_dims.append(0 if unfold else None)
         return outs, out_dims
 
@@ -253,6 +253,10 @@ def _fold(size: int, value: jax.Array, axis: _Axis) -> jax.Array:
     else:
         value = jnp.moveaxis(value, axis.index, 0)
     return value.reshape(size * value.shape[1], *value.shape[2:])
+
+
+def _unfold(size: int, value: jax.Array) -> jax.Array:
+    return value.reshape(size, value.shape[0] // size, *value.shape[1:])
 
 
 def vary_alike(leaves: Sequence[Any]) -> list[Any]:

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     _tolerate_any_text(sys.stdout)
     try:
-        arguments.run(arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", jax_hpc.FallbackWarning)
+            warnings.showwarning = _show_warning
+            arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (such as head) has enough; without this Python complains again at exit.
@@ -34,6 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jax-hpc: error: {_one_line(error)}", file=sys.stderr)
         return 2
     return 0
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    """One line: where in the library a warning arose is of no use at a prompt."""
+    kind = "note" if issubclass(category, jax_hpc.FallbackWarning) else category.__name__
+    print(f"jax-hpc: {kind}: {message}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,12 +11,22 @@ E4M3 = jnp.float8_e4m3fn
 E4M3_MAX = 448.0
 
 
-def saturate_cast(x: jax.Array) -> jax.Array:
-    """Cast to float8_e4m3fn, clamping to +-448; NaN stays NaN.
+_SMALLEST_NORMAL = 2.0**-6
+_SUBNORMAL_STEP = 2.0**-9
+_MANTISSA_BITS = 3
 
-    A plain conversion turns values from 465 on into NaN, since e4m3fn has no infinity.
+
+def saturate_cast(x: jax.Array) -> jax.Array:
+    """Round to float8_e4m3fn (nearest, ties to even), clamping to +-448; NaN stays NaN.
+
+    A plain conversion turns values from 465 on into NaN, since e4m3fn has no infinity. The
+    value is rounded to e4m3's grid before it is converted: XLA may drop a conversion to fp8 and
+    back (``xla_allow_excess_precision``), which would then undo the quantisation.
     """
-    return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(E4M3)
+    x = jnp.clip(x.astype(jnp.float32), -E4M3_MAX, E4M3_MAX)
+    normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=_MANTISSA_BITS)
+    subnormal = jnp.round(x * (1 / _SUBNORMAL_STEP)) * _SUBNORMAL_STEP
+    return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, subnormal, normal).astype(E4M3)
 
 
 def amax_scale(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:

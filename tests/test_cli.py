@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class FakeGenerator:
 def engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeGenerator]:
     fake = type("Fake", (FakeGenerator,), {"bursts": [], "calls": []})
     monkeypatch.setattr(cli_generate, "Generator", fake)
+    monkeypatch.setattr(cli_generate.jax, "default_backend", lambda: "cpu")
     return fake
 
 
@@ -169,6 +171,24 @@ def test_json_holds_text_tokens_and_figures(
     assert (second["tokens"], second["finish_reason"]) == ([3, 4, 2], "length")
     assert result["stats"]["tpot_ms"] == pytest.approx(7.5)
     assert "gigabytes_per_second" not in result["stats"] and captured.err == ""
+
+
+def test_a_fallback_is_one_line(
+    model: Path,
+    engine: type[FakeGenerator],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not Python's report of a warning, with the path and the source of a library's file."""
+
+    class Falling(engine):
+        def __init__(self, *arguments: Any, **options: Any):
+            warnings.warn("moe runs on its XLA form", jax_hpc.FallbackWarning, stacklevel=1)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(cli_generate, "Generator", Falling)
+    assert generate(model, "--prompt", "one") == 0
+    assert "jax-hpc: note: moe runs on its XLA form\n" in capsys.readouterr().err
 
 
 def test_bandwidth_is_stated_on_a_gpu(

@@ -203,7 +203,7 @@ def test_penalties_see_prompt_and_output(rng: np.random.Generator) -> None:
 def test_the_compiled_loop_copies_no_cache_and_needs_no_host(dtype: Any) -> None:
     big = tiny_models.qwen3_moe(dtype)
     state = new_state()
-    cache = big.new_cache(512, PAGE)
+    cache = big.new_cache(4096, PAGE)  # larger than a library's workspace on a GPU
     compiled = make_decode_loop(big, 4).lower(decode.params_of(big), cache, state).compile()
     leaves = jax.tree.leaves(cache)
     assert profiling.cache_copies(compiled, leaves) == []

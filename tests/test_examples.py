@@ -80,9 +80,15 @@ def test_primitives_in_jit(run_main):
     weights = names["init"](jax.random.key(3), jnp.float32)
     x = jax.random.normal(jax.random.key(4), (2, 128))
     page_table = jnp.asarray([[3, 0], [1, 2]], jnp.int32)
-    outputs, _, _ = names["decode"](
-        weights, x, names["new_cache"](jnp.float32), page_table, jnp.zeros(2, jnp.int32), steps=20
-    )
+    with jax.default_matmul_precision("highest"):  # the example's own products; a GPU takes TF32
+        outputs, _, _ = names["decode"](
+            weights,
+            x,
+            names["new_cache"](jnp.float32),
+            page_table,
+            jnp.zeros(2, jnp.int32),
+            steps=20,
+        )
     states = np.concatenate([np.asarray(x)[None], np.asarray(outputs)]).astype(np.float64)
     for sequence in range(2):
         want = plain_layer(names, weights, states[:-1, sequence])

@@ -24,6 +24,14 @@ def test_rounds_to_nearest_even_like_ml_dtypes(rng: np.random.Generator) -> None
     assert_bitwise(jax.jit(fp8.saturate_cast)(x), x.astype(ml_dtypes.float8_e4m3fn))
 
 
+def test_quantising_cannot_be_optimised_away(rng: np.random.Generator) -> None:
+    """XLA may drop a conversion to fp8 and back; the values must be fp8's all the same."""
+    x = np.concatenate([rng.normal(0, s, 2048) for s in (1e-3, 1e-2, 1, 300)]).astype(np.float32)
+    got = jax.jit(lambda x: fp8.saturate_cast(x).astype(jnp.float32))(x)
+    want = x.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    assert_bitwise(got, want)
+
+
 def test_amax_scale_spans_the_range(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(0, 3, (5, 64)).astype(np.float32)).at[2].set(0.0)
     scale = jax.jit(lambda x: fp8.amax_scale(x, axis=1))(x)

@@ -212,6 +212,7 @@ def test_vmap_folds_or_names_the_argument() -> None:
     x = jnp.arange(24, dtype=jnp.float32).reshape(3, 2, 4)
     got = jax.vmap(call, in_axes=(2, None))(x, jnp.zeros((4, 2)))
     np.testing.assert_array_equal(got, np.moveaxis(np.asarray(x), 2, 0) * 2)
+    assert jax.vmap(call, in_axes=(2, None))(x[:0], jnp.zeros((4, 2))).shape == (4, 0, 2)
     with pytest.raises(NotImplementedError, match="toy: vmap over argument 'pages'.*bias, x may"):
         jax.vmap(call, in_axes=(None, 0))(x[..., 0], jnp.zeros((5, 4, 2)))
     refusing = make(None)

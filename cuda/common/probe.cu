@@ -34,8 +34,14 @@ class DeviceScope {
 
 // The answer lies in pinned host memory: JAX may have taken all of the device's.
 cudaError_t run_probe(int* answer) {
-  probe_kernel<<<1, kWarpgroup>>>(answer);
-  if (cudaError_t status = cudaGetLastError(); status != cudaSuccess) return status;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(kWarpgroup);
+  // The launch's own status: cudaGetLastError() could be an earlier call's.
+  if (cudaError_t status = cudaLaunchKernelEx(&config, probe_kernel, answer);
+      status != cudaSuccess) {
+    return status;
+  }
   return cudaDeviceSynchronize();
 }
 

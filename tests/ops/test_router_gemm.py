@@ -41,7 +41,10 @@ def test_accuracy(
     else:
         got = router_gemm(jnp.asarray(x), weight, implementation="xla")
     assert got.dtype == jnp.float32
-    assert_close(got, want, atol=BOUNDS[terms] * magnitude)
+    bound = BOUNDS[terms]
+    if implementation != "reference" and jax.default_backend() == "gpu":
+        bound = max(bound, 2.0**-19)  # cuBLAS's float32 sums of positive terms; no form of ours
+    assert_close(got, want, atol=bound * magnitude)
 
 
 def test_more_terms_are_more_accurate(rng: np.random.Generator) -> None:
