@@ -73,19 +73,25 @@ def test_shard_map_splits_into_independent_parts(call: Call) -> None:
     mesh = host_mesh()
     specs = (call.x_spec, call.rest_spec)
     # The host devices' results against a host device's: a GPU rounds otherwise.
-    x, rest = jax.device_put((call.x, call.rest), jax.devices("cpu")[0])
-    if call.name == "decode_schedule":
-        parts = [call.run(part, ()) for part in jnp.split(x, 4)]
-        want: Any = [jnp.concatenate(leaf) for leaf in zip(*parts, strict=True)]
-    elif call.name == "qk_norm_rope_append":
-        want = _by_rank(dataclasses.replace(call, x=x, rest=rest))
-    else:
-        want = call.run(x, rest)
+    with jax.default_device(jax.devices("cpu")[0]):
+        want = _one_device(call)
+    x, rest = jax.tree.map(np.asarray, (call.x, call.rest))
     for check_vma in (True, False):
         sharded = jax.shard_map(
             call.run, mesh=mesh, in_specs=specs, out_specs=call.out_spec, check_vma=check_vma
         )
         assert_near(jax.jit(sharded)(x, rest), want)
+
+
+def _one_device(call: Call) -> Any:
+    """What the parts give one by one, on the default device."""
+    x, rest = jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, (call.x, call.rest)))
+    if call.name == "decode_schedule":
+        parts = [call.run(part, ()) for part in jnp.split(x, 4)]
+        return [jnp.concatenate(leaf) for leaf in zip(*parts, strict=True)]
+    if call.name == "qk_norm_rope_append":
+        return _by_rank(dataclasses.replace(call, x=x, rest=rest))
+    return call.run(x, rest)
 
 
 def _by_rank(call: Call) -> Any:
