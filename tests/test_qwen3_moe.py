@@ -99,15 +99,20 @@ def test_float32_logits(directories: dict[str, Path], name: str, prompt: str) ->
     ("name", "prompt"), [("demo", "raw_long"), ("tiny", "long"), ("tiny_dense_tied", "long")]
 )
 def test_bf16_logits(directories: dict[str, Path], name: str, prompt: str) -> None:
-    """As near to float32 as transformers' own bf16 run is."""
+    """As near to float32 as transformers' own bf16 run is, at the typical position.
+
+    At single positions bf16 rounding flips the choice between two experts of nearly equal
+    score, in either run and not in the same places: those move a whole row of logits.
+    """
     data, model = golden(name), loaded(directories[name], "bfloat16").model
     got = logits_of(model, data[f"{prompt}.tokens"], data[f"{prompt}.positions"])
     want, theirs = data[f"{prompt}.logits"], data[f"{prompt}.logits_bf16"]
 
-    def error(logits: np.ndarray) -> float:
-        return float(np.sqrt(np.mean((logits - want) ** 2)))
+    def typical_error(logits: np.ndarray) -> float:
+        return float(np.median(np.sqrt(np.mean((logits - want) ** 2, axis=1))))
 
-    assert error(got) <= 1.25 * error(theirs), (error(got), error(theirs))
+    assert typical_error(got) <= 1.25 * typical_error(theirs)
+    assert cosine(got, want) >= 0.998
 
 
 @pytest.mark.parametrize("prompt", ["short", "long"])
