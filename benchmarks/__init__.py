@@ -1,0 +1,1 @@
+"""Benchmarks of the operators against recorded peers; see docs/benchmarking.md."""

@@ -1,0 +1,151 @@
+"""The one way in which every operator is timed.
+
+A pass runs an operator once in each of several layers, as a model would: every layer has buffers
+of its own, all together too large for the L2 cache, so that each call finds its weights, caches
+and activations cold. Passes follow each other in one jitted ``fori_loop``, which a GPU runs as a
+command buffer, as it does a decode loop.
+
+No call overlaps with another, moves out of the loop or merges with its neighbours: each takes its
+operands from an optimization barrier that also takes the results of the call before. A barrier
+costs no kernel. XLA removes it only after it has scheduled the program, and commands of a command
+buffer run in the order of the schedule. Results and caches are donated and carried, so that
+their addresses stay and graphs are recorded once.
+"""
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+COLD_BYTES = 200_000_000
+"""Distinct bytes of a pass, several times the 60 MB of an H200's L2."""
+MIN_LAYERS = 8
+"""XLA makes a graph of five commands or more; a model has many layers."""
+REPEAT_SECONDS = 0.02
+"""Rough length of one call of the loop, hundreds of times what starting it costs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One operator call in a form that can be repeated over layers.
+
+    make: key -> (operands, state) of one layer; traced, so that buffers are made on the device.
+    call: (operands, state) -> (results, state). State is what the operator updates in place,
+        such as caches; () where there is none.
+    layer_bytes: distinct bytes that one call reads and writes.
+    """
+
+    make: Callable[[jax.Array], tuple[Any, Any]]
+    call: Callable[[Any, Any], tuple[Any, Any]]
+    layer_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """Median time of a call, the layers of a pass, and the repeats that it is the median of."""
+
+    us: float
+    layers: int
+    repeats: int
+
+
+def num_layers(layer_bytes: int, cold_bytes: int = COLD_BYTES) -> int:
+    return max(MIN_LAYERS, math.ceil(cold_bytes / layer_bytes))
+
+
+def looped(
+    call: Callable[[Any, Any], tuple[Any, Any]], passes: int
+) -> Callable[[Sequence[Any], Any], Any]:
+    """(operands of each layer, carry) -> carry, after ``passes`` passes over all layers."""
+
+    def one_pass(layers: Sequence[Any], carry: Any) -> Any:
+        token, results, states = carry[0], list(carry[1]), list(carry[2])
+        previous = token
+        for layer, operands in enumerate(layers):
+            operands, states[layer], previous = jax.lax.optimization_barrier(
+                (operands, states[layer], previous)
+            )
+            # What leaves the barrier has to stay alive: XLA drops unused values from it, and
+            # the order of the calls would go with them.
+            if layer == 0:
+                token = previous
+            else:
+                results[layer - 1] = previous
+            previous, states[layer] = call(operands, states[layer])
+        results[-1] = previous
+        return token, results, states
+
+    def run(layers: Sequence[Any], carry: Any) -> Any:
+        return jax.lax.fori_loop(0, passes, lambda _, c: one_pass(layers, c), carry)
+
+    return run
+
+
+def first_carry(workload: Workload, layers: Sequence[Any], states: Sequence[Any]) -> Any:
+    results, _ = jax.eval_shape(workload.call, layers[0], states[0])
+    zeros = [
+        jax.tree.map(lambda r: jnp.zeros(r.shape, r.dtype), results) for _ in range(len(layers))
+    ]
+    return jnp.zeros((), jnp.int32), zeros, list(states)
+
+
+def measure(
+    workload: Workload,
+    *,
+    estimate_us: float,
+    cold_bytes: int = COLD_BYTES,
+    seconds: float = 0.2,
+    min_repeats: int = 5,
+) -> Measurement:
+    """Time one operator call.
+
+    estimate_us: rough time of a call, at best a little too short; it sets how many passes the
+        loop makes.
+    cold_bytes: distinct bytes of a pass.
+    seconds: repeat the loop for at least as long.
+    """
+    count = num_layers(workload.layer_bytes, cold_bytes)
+    make = jax.jit(workload.make)
+    made = [make(key) for key in jax.random.split(jax.random.key(0), count)]
+    layers = [operands for operands, _ in made]
+    carry = first_carry(workload, layers, [state for _, state in made])
+    del made  # the states are donated
+    passes = max(1, math.ceil(REPEAT_SECONDS * 1e6 / (count * estimate_us)))
+    loop = jax.jit(looped(workload.call, passes), donate_argnums=1)
+    compiled = loop.lower(layers, carry).compile()
+    check_loop(compiled)
+    for _ in range(2):  # records the graph; clocks rise
+        carry = jax.block_until_ready(compiled(layers, carry))
+    times: list[float] = []
+    while sum(times) < seconds or len(times) < min_repeats:
+        start = time.perf_counter()
+        carry = jax.block_until_ready(compiled(layers, carry))
+        times.append(time.perf_counter() - start)
+    check_results(carry[1])
+    return Measurement(statistics.median(times) * 1e6 / (passes * count), count, len(times))
+
+
+def check_loop(compiled: Any) -> None:
+    """Raise if XLA took work out of the loop: what it took would not be measured."""
+    text = compiled.as_text()
+    entry = text[text.index("\nENTRY ") :]
+    moved = [line.strip() for line in entry.splitlines() if any(f" {op}(" in line for op in _WORK)]
+    if " while(" not in entry or moved:
+        raise RuntimeError("work stands outside the timed loop:\n" + "\n".join(moved or [entry]))
+
+
+_WORK = ("fusion", "dot", "convolution", "custom-call", "convert", "reduce", "scatter")
+
+
+def check_results(results: Sequence[Any]) -> None:
+    """Raise if an operator gave NaN, infinity or nothing but zeros: it did not do its work."""
+    for leaf in jax.tree.leaves(results):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            values = leaf.astype(jnp.float32)
+            if not (jnp.isfinite(values).all() and values.any()):
+                raise RuntimeError("the timed operator gave NaN, infinities or only zeros")
