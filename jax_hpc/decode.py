@@ -64,6 +64,7 @@ class DecodeState:
         """Sequences whose prompts are still to be prefilled: empty, not decoding.
 
         Greedy without ``sampling``; never ended by a token without ``eos_ids``; seeds 0 .. B - 1.
+        The state holds copies, so that donating it leaves the caller's arrays alone.
         """
         operator = "DecodeState.create"
         dims = Dims(operator)
@@ -83,13 +84,13 @@ class DecodeState:
         return cls(
             tokens=jnp.zeros(batch, jnp.int32),
             kv_lens=jnp.zeros(batch, jnp.int32),
-            page_table=page_table,
+            page_table=jnp.copy(page_table),
             finished=jnp.ones(batch, bool),
-            limits=limits,
-            eos_ids=eos_ids,
-            seeds=seeds,
-            sampling=sampling if sampling is not None else SamplingParams.greedy(batch),
-            counts=counts,
+            limits=jnp.copy(limits),
+            eos_ids=jnp.copy(eos_ids),
+            seeds=jnp.copy(seeds),
+            sampling=jax.tree.map(jnp.copy, sampling or SamplingParams.greedy(batch)),
+            counts=jax.tree.map(jnp.copy, counts),
         )
 
 

@@ -121,21 +121,26 @@ class Generator:
 
         Raises:
           ValueError: an empty prompt, one with an id outside the vocabulary, or one longer than
-            the model's positions allow.
+            the model's positions allow; a seed outside [0, 2^32).
+          TypeError: a prompt that is not a sequence of integers.
         """
-        self._check(prompts, max_new_tokens)
+        self._check(prompts, max_new_tokens, seeds)
         state, cache = self._start(prompts, max_new_tokens, eos_ids, sampling, seeds)
         chunks = list(_chunks(prompts, self.prefill_chunk))
         self.stats = GenerationStats(
             batch=len(prompts), prompt_tokens=sum(len(p) for p in prompts)
         )
         self._compile(cache, state, chunks)
-        return self._run(cache, state, chunks)
+        return self._run(cache, state, chunks, self.stats)
 
     def _run(
-        self, cache: PagedKVCache, state: DecodeState, chunks: Sequence[PrefillChunk]
+        self,
+        cache: PagedKVCache,
+        state: DecodeState,
+        chunks: Sequence[PrefillChunk],
+        stats: GenerationStats,
     ) -> Iterator[Burst]:
-        stats, begin = self.stats, time.perf_counter()
+        begin = time.perf_counter()
         first = np.full(stats.batch, NO_TOKEN, np.int32)
         for chunk in chunks:
             prefill = self._compiled[_prefill_key(chunk, cache, state)]
@@ -158,7 +163,12 @@ class Generator:
             stats.mean_kv_len = (stats.prompt_tokens + stats.new_tokens) / stats.batch
             yield burst
 
-    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    def _check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        seeds: Sequence[int] | None,
+    ) -> None:
         config = self.model.config
         check(len(prompts) > 0, "generate", "prompts", expected="non-empty", got="no prompts")
         check(
@@ -166,6 +176,11 @@ class Generator:
         )
         for index, prompt in enumerate(prompts):
             name = f"prompts[{index}]"
+            kind = np.asarray(prompt)
+            if kind.ndim != 1 or (kind.size and kind.dtype.kind not in "iu"):
+                raise TypeError(
+                    f"generate: argument '{name}' must be a sequence of token ids, got {prompt!r}"
+                )
             limit = config.max_positions - 1
             check(
                 1 <= len(prompt) <= limit,
@@ -181,6 +196,8 @@ class Generator:
                 expected=f"token ids in [0, {config.vocab_size})",
                 got=f"ids from {min(prompt)} to {max(prompt)}",
             )
+        for seed in seeds if seeds is not None else ():
+            check(0 <= seed < 2**32, "generate", "seeds", expected="in [0, 2^32)", got=seed)
 
     def _start(
         self,
