@@ -48,15 +48,20 @@ class Kernel:
     target: registered name, ``jax_hpc.<operator>.v<n>``.
     unsupported: (operands, params) -> why the kernel cannot take this case, or None.
     attributes: (operands, params) -> the handler's attributes, as numpy scalars or str.
+    inputs: operands -> the arrays that the handler takes, in order; all leaves by default.
     workspaces: (operands, params) -> trailing results that only the kernel uses.
     aliases: operand field -> result field, written in place.
+    preferred: (operands, params) -> whether "auto" takes the kernel where it could; False where
+        XLA's form is measured to be faster.
     """
 
     target: str
     unsupported: Callable[[Any, Any], str | None]
     attributes: Callable[[Any, Any], Mapping[str, Any]]
+    inputs: Callable[[Any], Sequence[Any]] = jax.tree.leaves
     workspaces: Callable[[Any, Any], Sequence[jax.ShapeDtypeStruct]] = lambda *_: ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    preferred: Callable[[Any, Any], bool] = lambda *_: True
 
 
 class Operator:
@@ -85,6 +90,7 @@ class Operator:
 
     def __call__(self, operands: Any, params: Any, *, implementation: str) -> Any:
         check_choice(self.name, "implementation", implementation, IMPLEMENTATIONS)
+        operands = _plain_arrays(operands)
         if implementation == "cuda":
             reason = self.why_no_kernel(operands, params)
             if reason is not None:
@@ -133,9 +139,12 @@ class Operator:
     def _lower_xla(self, ctx: Any, *values: Any, tree: Any, params: Any) -> Any:
         run = functools.partial(self._run, tree=tree, params=params, truth=False)
         # A form is arithmetic of one device: inside shard_map it need not know over which axes
-        # its values vary, and its loops may start from constants.
-        ctx = ctx.replace(avals_in=[_unvarying(aval) for aval in ctx.avals_in])
-        return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
+        # its values vary, and its loops may start from constants. Nor does it choose shardings
+        # on a mesh of explicit axes: XLA's partitioner does, as on one of automatic axes.
+        mesh = _automatic_mesh(ctx.avals_in)
+        ctx = ctx.replace(avals_in=[_unplaced(aval, mesh) for aval in ctx.avals_in])
+        with jax.sharding.use_abstract_mesh(mesh):
+            return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
 
     def _lower_default(
         self, ctx: Any, *values: Any, tree: Any, params: Any, implementation: str
@@ -151,19 +160,27 @@ class Operator:
     def _lower_cuda(
         self, ctx: Any, *values: Any, tree: Any, params: Any, implementation: str
     ) -> Any:
-        if implementation == "xla":
-            return self._lower_xla(ctx, *values, tree=tree, params=params)
         operands = jax.tree.unflatten(tree, ctx.avals_in)
+        # A launch of nothing is an error to CUDA; XLA drops it.
+        is_empty = any(aval.size == 0 for aval in [*ctx.avals_in, *ctx.avals_out])
+        if implementation == "xla" or is_empty:
+            return self._lower_xla(ctx, *values, tree=tree, params=params)
         reason = self.why_no_kernel(operands, params)
         if reason is not None:
             self._warn_once(reason)
             return self._lower_xla(ctx, *values, tree=tree, params=params)
-        _refuse_automatic_sharding(self.name, ctx.module_context.axis_context)
-        return self._lower_kernel(ctx, *values, operands=operands, params=params)
-
-    def _lower_kernel(self, ctx: Any, *values: Any, operands: Any, params: Any) -> Any:
         kernel = cast(Kernel, self.kernel)
+        if implementation == "auto" and not kernel.preferred(operands, params):
+            return self._lower_xla(ctx, *values, tree=tree, params=params)
+        _refuse_automatic_sharding(self.name, ctx.module_context.axis_context)
+        values_tree = jax.tree.unflatten(tree, values)
+        return self._lower_kernel(ctx, kernel, values_tree, operands, params)
+
+    def _lower_kernel(
+        self, ctx: Any, kernel: Kernel, values: Any, operands: Any, params: Any
+    ) -> Any:
         results = self.shape_rule(operands, params)
+        inputs = list(kernel.inputs(operands))
         workspaces = [
             jax.core.ShapedArray(w.shape, jnp.dtype(w.dtype))
             for w in kernel.workspaces(operands, params)
@@ -171,14 +188,14 @@ class Operator:
         lowering = jax.ffi.ffi_lowering(
             kernel.target,
             operand_output_aliases={
-                _leaf_index(operands, source): _leaf_index(results, target)
+                _index_of(inputs, getattr(operands, source)): _leaf_index(results, target)
                 for source, target in kernel.aliases.items()
                 if getattr(operands, source) is not None
             },
         )
         num_results = len(ctx.avals_out)
-        ctx = ctx.replace(avals_out=[*ctx.avals_out, *workspaces])
-        outputs = lowering(ctx, *values, **kernel.attributes(operands, params))
+        ctx = ctx.replace(avals_in=inputs, avals_out=[*ctx.avals_out, *workspaces])
+        outputs = lowering(ctx, *kernel.inputs(values), **kernel.attributes(operands, params))
         return list(outputs)[:num_results]
 
     def _warn_once(self, reason: str) -> None:
@@ -259,6 +276,17 @@ def _unfold(size: int, value: jax.Array) -> jax.Array:
     return value.reshape(size, value.shape[0] // size, *value.shape[1:])
 
 
+def _plain_arrays(operands: Any) -> Any:
+    """Operands with wrappers such as ``nnx.Param``, which are arrays to jax.numpy, taken off."""
+
+    def is_wrapper(x: Any) -> bool:
+        return getattr(x, "__jax_array__", None) is not None
+
+    return jax.tree.map(
+        lambda x: x.__jax_array__() if is_wrapper(x) else x, operands, is_leaf=is_wrapper
+    )
+
+
 def vary_alike(leaves: Sequence[Any]) -> list[Any]:
     """Inside shard_map, mark every operand as varying over the axes that any of them varies on."""
     varying = [_varying_axes(leaf) for leaf in leaves]
@@ -277,17 +305,35 @@ def _like(avals: Sequence[Any], result: jax.ShapeDtypeStruct) -> Any:
     """The type of a result, carrying the manual axes of an enclosing shard_map."""
     if not avals:
         return jax.core.ShapedArray(result.shape, jnp.dtype(result.dtype))
-    spec = jax.sharding.PartitionSpec(*[None] * len(result.shape))
     return avals[0].update(
         shape=result.shape,
         dtype=jnp.dtype(result.dtype),
         weak_type=False,
-        sharding=jax.sharding.NamedSharding(avals[0].sharding.mesh, spec),
+        sharding=_replicated(avals[0].sharding.mesh, len(result.shape)),
     )
 
 
-def _unvarying(aval: Any) -> Any:
-    return aval.update(manual_axis_type=jax.core.ShapedArray((), aval.dtype).manual_axis_type)
+def _unplaced(aval: Any, mesh: Any) -> Any:
+    return aval.update(
+        manual_axis_type=jax.core.ShapedArray((), aval.dtype).manual_axis_type,
+        sharding=_replicated(mesh, aval.ndim),
+    )
+
+
+def _automatic_mesh(avals: Sequence[Any]) -> Any:
+    """The operands' mesh, its explicit axes made automatic."""
+    meshes = [aval.sharding.mesh for aval in avals]
+    mesh = next((m for m in meshes if not m.empty), meshes[0])
+    automatic = jax.sharding.AxisType.Auto
+    return mesh.update_axis_types({axis: automatic for axis in mesh.explicit_axes})
+
+
+def _replicated(mesh: Any, rank: int) -> jax.sharding.NamedSharding:
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * rank))
+
+
+def _index_of(items: Sequence[Any], item: Any) -> int:
+    return next(index for index, other in enumerate(items) if other is item)
 
 
 def _leaf_index(tree: Any, field: str) -> int:

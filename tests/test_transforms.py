@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_hpc
 from jax_hpc import _primitive, _registry
@@ -110,10 +112,44 @@ def test_automatic_sharding_of_the_xla_form(call: Call) -> None:
     """Outside shard_map XLA partitions the jax.numpy form by itself."""
     mesh = host_mesh()
     if call.name == "qk_norm_rope_append":
-        x = jax.device_put(call.x, NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        x = jax.device_put(call.x, NamedSharding(mesh, P()))
     else:
         x = jax.device_put(call.x, NamedSharding(mesh, call.x_spec))
     assert_near(jax.jit(call.run)(x, call.rest), call.run(call.x, call.rest))
+
+
+def test_explicitly_sharded_operands(call: Call) -> None:
+    """On a mesh of explicit axes, jax.make_mesh's default, XLA partitions the form as well."""
+    mesh = host_mesh(axis_type=AxisType.Explicit)
+    spec = P() if call.name == "qk_norm_rope_append" else call.x_spec
+    with jax.default_device(jax.devices("cpu")[0]):
+        want = _plain(call)
+    x, rest = jax.tree.map(np.asarray, (call.x, call.rest))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, spec))
+        got = jax.jit(call.run)(x, rest)
+        assert_near(got, want)
+    for leaf in jax.tree.leaves(got):
+        assert jax.typeof(leaf).sharding.spec == P(*[None] * leaf.ndim)
+
+
+def _plain(call: Call) -> Any:
+    return call.run(*jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, (call.x, call.rest))))
+
+
+def test_results_are_the_same_with_64_bit_types(call: Call) -> None:
+    """jax_enable_x64 changes the type of Python numbers and of counts, not of the results."""
+    want = jax.jit(call.run)(call.x, call.rest)
+    with jax.enable_x64(True):
+        got = jax.jit(call.run)(call.x, call.rest)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_flax_parameters_are_arrays(call: Call) -> None:
+    """A module may pass its nnx.Param as it is."""
+    assert_near(call.run(nnx.Param(call.x), call.rest), call.run(call.x, call.rest))
 
 
 def test_export_round_trip(call: Call) -> None:

@@ -58,7 +58,8 @@ def prefill_attention(operands: Operands, params: Params) -> Results:
         )
 
     empty = reference.empty_results(operands, params)
-    return jax.lax.fori_loop(0, table.shape[0], one_sequence, empty)
+    # int32 bounds: with jax_enable_x64 a Python int would count in int64.
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(table.shape[0]), one_sequence, empty)
 
 
 def _key_blocks(
