@@ -10,8 +10,8 @@ import jax.numpy as jnp
 E4M3 = jnp.float8_e4m3fn
 E4M3_MAX = 448.0
 
-
 _SMALLEST_NORMAL = 2.0**-6
+_SMALLEST_SCALE = 2.0**-126
 _SUBNORMAL_STEP = 2.0**-9
 _MANTISSA_BITS = 3
 
@@ -34,9 +34,14 @@ def amax_scale(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
 
     The reduced axes are dropped. A product with the rounded reciprocal, since XLA turns a
     division by a constant into one anyway: so every compiler gives the same bits.
+
+    Also 1.0 where the product is below float32's normal numbers (amax under 5.3e-36, which then
+    quantises to 0): such a scale has an infinite reciprocal, or is flushed to 0 and has one, and
+    that would make NaN of a zero beside it.
     """
     amax = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axis, initial=0.0)
-    return jnp.where(amax == 0.0, jnp.float32(1.0), amax * jnp.float32(1.0 / E4M3_MAX))
+    scale = amax * jnp.float32(1.0 / E4M3_MAX)
+    return jnp.where(scale < _SMALLEST_SCALE, jnp.float32(1.0), scale)
 
 
 def quantize(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -46,6 +46,18 @@ def test_amax_scale_spans_the_range(rng: np.random.Generator) -> None:
     assert np.all(np.abs(back - np.asarray(x)) <= bound)
 
 
+def test_tiny_rows_become_zero_and_not_nan() -> None:
+    """Where the scale is no normal float32, its reciprocal is infinite and 0 times it NaN."""
+    amax = np.float32([1e-30, 6e-36, 5e-36, 1e-38, 1e-44])
+    x = np.stack([amax, 0 * amax], axis=1)
+    scale = jax.jit(lambda x: fp8.amax_scale(x, axis=1))(x)
+    np.testing.assert_allclose(scale[:2], amax[:2] / 448, rtol=1e-6)
+    np.testing.assert_array_equal(scale[2:], 1.0)
+    for quantize in (fp8.quantize, jax.jit(fp8.quantize)):
+        q = np.asarray(quantize(x, scale[:, None])).astype(np.float32)
+        np.testing.assert_array_equal(q, [[448, 0], [448, 0], [0, 0], [0, 0], [0, 0]])
+
+
 def test_reciprocal_is_rounded_before_the_product(rng: np.random.Generator) -> None:
     x, scale = rng.normal(0, 1, 999).astype(np.float32), np.float32(0.0137)
     want = (x * (np.float32(1) / scale)).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
