@@ -25,7 +25,7 @@ BUILD := --no-deps --no-build-isolation -C build-dir=build/{wheel_tag} -C cmake.
 # A GPU's memory is shared by the test processes.
 TEST_ENV := PYTHONSAFEPATH=1 $(if $(GPU),XLA_PYTHON_CLIENT_PREALLOCATE=false)
 
-.PHONY: help venv install dev test demo wheel lint format docs toolkit-test gpu-test clean
+.PHONY: help venv install dev test demo wheel lint format docs toolkit-test gpu-test gpu-bench bench-report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -99,6 +99,14 @@ toolkit-test: $(BIN)/python ## prove the build with NVIDIA's compiler wheels, in
 gpu-test: ## run the GPU tests on WHEEL=dist/x.whl with this machine's own python3, installing nothing
 	@test -n "$(WHEEL)" || { echo "usage: make gpu-test WHEEL=dist/jax_hpc-....whl" >&2; exit 2; }
 	@scripts/gpu_test.sh "$(WHEEL)"
+
+gpu-bench: ## measure OP=router of WHEEL=dist/x.whl; ROWS=, IMPLS=, BUDGET= (seconds), PROCESSES=, OUT_DIR=
+	@test -n "$(WHEEL)" -a -n "$(OP)" || { echo "usage: make gpu-bench WHEEL=dist/jax_hpc-....whl OP=router [ROWS='hy3/*,*/64']" >&2; exit 2; }
+	@OUT_DIR="$(OUT_DIR)" scripts/gpu_bench.sh "$(WHEEL)" "$(OP)" $(if $(ROWS),--rows '$(ROWS)') \
+	  $(if $(IMPLS),--impls '$(IMPLS)') $(if $(BUDGET),--budget $(BUDGET)) $(if $(PROCESSES),--processes $(PROCESSES))
+
+bench-report: $(VENV)/installed ## compare benchmarks/results with the recorded peers
+	@$(BIN)/python -m benchmarks.report $(if $(OP),--op $(OP))
 
 clean: ## remove what make made, the virtual environment included
 	@rm -rf build dist site .pytest_cache .ruff_cache $(VENV)

@@ -53,7 +53,9 @@ def workload(case: Case, impl: str) -> Workload:
         keys = jax.random.split(key, 3)
         x = jax.random.normal(keys[0], (case["m"], router.hidden), jnp.bfloat16)
         full = 0.02 * jax.random.normal(keys[1], (router.experts, router.hidden), jnp.float32)
-        weight = full if name == "bf16x3" else split_router_weight(full, terms or 1, keep_full=True)
+        weight = (
+            full if name == "bf16x3" else split_router_weight(full, terms or 1, keep_full=True)
+        )
         bias = 0.01 * jax.random.normal(keys[2], (router.experts,), jnp.float32)
         return (x, weight, bias), ()
 

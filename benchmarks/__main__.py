@@ -1,0 +1,5 @@
+"""``python -m benchmarks``: measure rows."""
+
+from benchmarks.runner import main
+
+main()
