@@ -202,7 +202,7 @@ def environment(cache: str) -> dict[str, str]:
 
 
 def pending(benchmark: Benchmark, results: Results, options: argparse.Namespace) -> list[Job]:
-    """Jobs whose rows are not in the file yet."""
+    """Jobs whose rows are not in the file, or from other sources or fewer processes."""
     current = sources_hash(benchmark.operators)
     return [
         (case, impl)
@@ -212,7 +212,7 @@ def pending(benchmark: Benchmark, results: Results, options: argparse.Namespace)
     ]
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--op", required=True)
     parser.add_argument("--rows", help="cases, as patterns: 'hy3/*,longcat/64'; all by default")
@@ -227,11 +227,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.2, help="of repeats per row")
     parser.add_argument("--repeat-seconds", type=float, default=0.02, help="of one repeat")
     parser.add_argument("--cold-bytes", type=int, default=200_000_000, help="distinct, per pass")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse(arguments)
+    options = parser().parse_args(arguments)
     benchmark = load(options.op)
     results = Results(options.out or RESULTS / f"{options.op}.jsonl")
     jobs = pending(benchmark, results, options)
