@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_hpc.cache import DEFAULT_PAGE_SIZE
+from jax_hpc._checks import check
+from jax_hpc.cache import DEFAULT_PAGE_SIZE, PAGE_SIZES
 from jax_hpc.decode import NO_TOKEN
 from jax_hpc.generate import Burst, Generator
 from jax_hpc.loading import load_model
@@ -67,7 +68,13 @@ def _add_sampling(group: Any) -> None:
 def _add_execution(group: Any) -> None:
     group.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights")
     group.add_argument("--kv-cache-dtype", choices=_KV_DTYPES, default="auto")
-    group.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE, metavar="N")
+    group.add_argument(
+        "--page-size",
+        type=int,
+        choices=PAGE_SIZES,
+        default=DEFAULT_PAGE_SIZE,
+        help="tokens per page of the KV cache",
+    )
     for operator in ("attention", "moe", "router"):
         group.add_argument(
             f"--{operator}",
@@ -165,12 +172,26 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Refuses options that contradict each other, before anything is loaded."""
+    """Refuses contradicting options and values out of range, before anything is loaded."""
     if arguments.system is not None and arguments.chat is None:
         raise ValueError("generate: --system needs --chat")
     filters = [name for name in _FILTERS if getattr(arguments, name) is not None]
     if arguments.greedy and filters:
         raise ValueError(f"generate: --greedy excludes --{filters[0].replace('_', '-')}")
+    for name in ("max_new_tokens", "burst"):
+        value = getattr(arguments, name)
+        check(value is None or value >= 1, "generate", name, expected=">= 1", got=value)
+    SamplingParams.create(1, **given_sampling(arguments))
+    for text in arguments.prompt or [arguments.chat]:
+        _check_text(text)
+
+
+def _check_text(text: str) -> None:
+    """Bytes of a command line that are no UTF-8 arrive as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"generate: the prompt must be UTF-8 text, got {text!r}") from None
 
 
 def prompt_ids(
@@ -197,14 +218,19 @@ def sampling_options(arguments: argparse.Namespace, settings: GenerationConfig) 
 
     Greedy with --greedy, and where the checkpoint does not sample and no option asks for it.
     """
-    given = {name: getattr(arguments, name) for name in (*_FILTERS, *_PENALTIES)}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = given_sampling(arguments)
     options = {name: getattr(settings, name) for name in (*_FILTERS, "repetition_penalty")}
     options |= given
     sampled = settings.do_sample or any(name in given for name in _FILTERS)
     if arguments.greedy or not sampled:
         options["temperature"] = 0.0
     return options
+
+
+def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling options that were given."""
+    values = {name: getattr(arguments, name) for name in (*_FILTERS, *_PENALTIES)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def collect(bursts: Iterator[Burst], outputs: Sequence[Output], *, streaming: bool) -> None:
