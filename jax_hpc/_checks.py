@@ -1,9 +1,11 @@
 """Argument checks. Every message names the operator, the argument, what was expected and got."""
 
+import numbers
 from collections.abc import Collection
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 
 def check(condition: bool, operator: str, argument: str, *, expected: str, got: Any) -> None:
@@ -28,6 +30,36 @@ def check_dtype(operator: str, argument: str, value: Any, allowed: Collection[An
     if not any(dtype == jnp.dtype(candidate) for candidate in allowed):
         listed = " or ".join(jnp.dtype(candidate).name for candidate in allowed)
         raise TypeError(f"{operator}: argument '{argument}' must be {listed}, got {dtype.name}")
+
+
+def static_int(operator: str, argument: str, value: Any, *, expected: str = "a Python int") -> int:
+    """The value as an int; ``TypeError`` for anything else, floats, arrays and bools included."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(_not_static(operator, argument, expected, value))
+    return int(value)
+
+
+def static_number(operator: str, argument: str, value: Any) -> float:
+    """The value as a float; ``TypeError`` unless it is a Python or NumPy number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.number):
+        raise TypeError(_not_static(operator, argument, "a Python number", value))
+    return float(value)
+
+
+def _not_static(operator: str, argument: str, expected: str, value: Any) -> str:
+    return (
+        f"{operator}: argument '{argument}' must be {expected} (it is static), got "
+        f"{describe(value)}"
+    )
+
+
+def describe(value: Any) -> str:
+    """A value as error messages show it: arrays by type and shape only."""
+    if value is None or isinstance(value, numbers.Number | str):
+        return repr(value)
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array {value.dtype.name}{list(value.shape)}"
+    return type(value).__name__
 
 
 class Dims:

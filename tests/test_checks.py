@@ -1,10 +1,12 @@
 """Messages of the argument checks: operator, argument, expected, got."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_hpc._checks import Dims, check, check_choice, check_dtype
+from jax_hpc._checks import Dims, check, check_choice, check_dtype, static_int, static_number
 
 
 def test_check_names_everything() -> None:
@@ -26,6 +28,17 @@ def test_check_dtype() -> None:
         check_dtype("op", "x", np.zeros(1, np.int32), (jnp.bfloat16, jnp.float32))
     with pytest.raises(TypeError, match="op: argument 'x' must be an array, got list"):
         check_dtype("op", "x", [1.0], (jnp.float32,))
+
+
+def test_static_arguments_are_python_numbers() -> None:
+    assert static_int("op", "n", np.int64(3)) == 3 and static_number("op", "s", 2) == 2.0
+    assert static_number("op", "s", np.float32(0.5)) == 0.5
+    for value, got in ((True, "True"), (2.0, "2.0"), ("2", "'2'"), (np.ones(2, np.int32), None)):
+        words = re.escape(got or "an array int32[2]")
+        with pytest.raises(TypeError, match=rf"op: argument 'n' must be .*static\), got {words}"):
+            static_int("op", "n", value)
+    with pytest.raises(TypeError, match=r"argument 's' must be a Python number .*, got list"):
+        static_number("op", "s", [1.0])
 
 
 def test_dims_bind_and_compare() -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hpc._checks import Dims, check, check_dtype
+from jax_hpc._checks import Dims, check, check_dtype, describe, static_int, static_number
 from jax_hpc.fp8 import E4M3
 
 CACHE_DTYPES = (jnp.bfloat16, jnp.float32, E4M3)
@@ -93,7 +93,7 @@ def normalize_scales(
         operator,
         "q_scale",
         expected=f"float32 [{', '.join(q_scale_axes.split())}] with fp8 q, and None otherwise",
-        got=f"{_describe(q_scale)} with q of {q.dtype.name}",
+        got=f"{describe(q_scale)} with q of {q.dtype.name}",
     )
     if q_scale is not None:
         dims.match("q_scale", q_scale, q_scale_axes)
@@ -104,7 +104,7 @@ def normalize_scales(
             operator,
             argument,
             expected=f"None on a cache of {jnp.dtype(cache_dtype).name}, which has no scales",
-            got=_describe(value),
+            got=describe(value),
         )
     return Scales(
         q_scale,
@@ -138,10 +138,10 @@ def normalize_options(
     operator: str, *, head_dim: int, scale: Any, window: Any, logit_cap: Any
 ) -> Options:
     """Check the static options of an attention and give them their Python types."""
-    scale = head_dim**-0.5 if scale is None else _number(operator, "scale", scale)
+    scale = head_dim**-0.5 if scale is None else static_number(operator, "scale", scale)
     check(math.isfinite(scale), operator, "scale", expected="finite", got=scale)
     if logit_cap is not None:
-        logit_cap = _number(operator, "logit_cap", logit_cap)
+        logit_cap = static_number(operator, "logit_cap", logit_cap)
         valid = math.isfinite(logit_cap) and logit_cap > 0
         check(valid, operator, "logit_cap", expected="None or finite and > 0", got=logit_cap)
     return Options(scale, normalize_window(operator, window), logit_cap)
@@ -159,12 +159,7 @@ def normalize_count(
 ) -> int:
     """A static Python integer of at least 1."""
     limit = f"1 <= {argument} <= {most}" if most is not None else f"{argument} >= 1"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(
-            f"{operator}: argument '{argument}' must be {also}a Python int with {limit} (it is "
-            f"static), got {_describe(value)}"
-        )
-    value = int(value)
+    value = static_int(operator, argument, value, expected=f"{also}a Python int with {limit}")
     valid = value >= 1 and (most is None or value <= most)
     check(valid, operator, argument, expected=also + limit, got=value)
     return value
@@ -180,20 +175,3 @@ def check_cache_dtype(operator: str, argument: str, dtype: Any) -> str:
     if name not in {jnp.dtype(candidate).name for candidate in CACHE_DTYPES}:
         raise TypeError(f"{operator}: argument '{argument}' must be {listed}, got {name}")
     return name
-
-
-def _number(operator: str, argument: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.number):
-        raise TypeError(
-            f"{operator}: argument '{argument}' must be a Python number (it is static), got "
-            f"{_describe(value)}"
-        )
-    return float(value)
-
-
-def _describe(value: Any) -> str:
-    if value is None or isinstance(value, numbers.Number | str):
-        return repr(value)
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"an array {value.dtype.name}{list(value.shape)}"
-    return type(value).__name__

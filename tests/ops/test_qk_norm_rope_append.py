@@ -316,6 +316,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
         (F32, {"norm": "post"}, ValueError, "'norm' must be one of 'before', 'after', None"),
         (F32, {"norm": None}, ValueError, "'q_norm' must be None when norm=None"),
         (F32, {"rope_style": "neox"}, ValueError, "'rope_style' must be one of 'half'"),
+        (F32, {"eps": np.ones(1)}, TypeError, r"'eps' must be a Python number .* float64\[1\]"),
         (F32, {"eps": -1.0}, ValueError, "'eps' must be finite and >= 0, got -1.0"),
         (F32, {"qkv": zeros(6, 63)}, ValueError, r"'qkv' must be of width \(Hq \+ 2 Hkv\) \* D"),
         (F32, {"qkv": zeros(6, 64)}, ValueError, "Hkv = 2, D = 16 and Hq >= 1, got 64"),

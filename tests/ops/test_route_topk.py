@@ -164,6 +164,10 @@ LOGITS = np.zeros((2, 12), np.float32)
     ("change", "error", "words"),
     [
         ({"k": 0}, ValueError, "'k' must be 1 <= k <= E = 12, got 0"),
+        ({"k": 2.0}, TypeError, r"'k' must be a Python int \(it is static\), got 2.0"),
+        ({"k": np.ones((), np.int32)}, TypeError, r"'k' must be .*, got an array int32\[\]"),
+        ({"num_groups": 4.0}, TypeError, "'num_groups' must be a Python int"),
+        ({"scale": "2"}, TypeError, "'scale' must be a Python number"),
         ({"k": 13}, ValueError, "'k' must be 1 <= k <= E = 12, got 13"),
         ({"logits": LOGITS[0]}, ValueError, r"'logits' must have shape \[T, E\]"),
         ({"logits": LOGITS.astype(np.float16)}, TypeError, "'logits' must be float32"),

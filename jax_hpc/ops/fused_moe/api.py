@@ -1,6 +1,7 @@
 """Public function of fused_moe."""
 
 import dataclasses
+import numbers
 from typing import cast
 
 import jax
@@ -176,7 +177,7 @@ def _check_x(
 
 
 def _offset(expert_offset: jax.Array | int) -> jax.Array:
-    if isinstance(expert_offset, int):
+    if isinstance(expert_offset, numbers.Integral):
         inside = 0 <= expert_offset < 2**31
         check(inside, _OPERATOR, "expert_offset", expected="0 or more", got=expert_offset)
         return jnp.asarray(expert_offset, jnp.int32)

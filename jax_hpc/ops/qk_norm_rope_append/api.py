@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jax_hpc._checks import Dims, check, check_choice, check_dtype
+from jax_hpc._checks import Dims, check, check_choice, check_dtype, static_number
 from jax_hpc.fp8 import E4M3
 from jax_hpc.ops.qk_norm_rope_append.primitive import OPERATOR
 from jax_hpc.ops.qk_norm_rope_append.signature import (
@@ -77,7 +77,7 @@ def qk_norm_rope_append(
 
     Raises:
       ValueError: shapes or values do not fit.
-      TypeError: a dtype is not supported.
+      TypeError: a dtype is not supported, or eps is not a Python number.
       NotImplementedError: ``implementation="cuda"`` and no kernel takes the case.
     """
     operands = Operands(
@@ -95,12 +95,13 @@ def qk_norm_rope_append(
     )
     check_choice(_OPERATOR, "norm", norm, NORMS)
     check_choice(_OPERATOR, "rope_style", rope_style, ROPE_STYLES)
+    eps = static_number(_OPERATOR, "eps", eps)
     check(math.isfinite(eps) and eps >= 0, _OPERATOR, "eps", expected="finite and >= 0", got=eps)
     dims = Dims(_OPERATOR)
     _check_caches(dims, operands)
     _check_tokens(dims, operands)
     _check_norms(dims, operands, norm)
-    params = Params(float(eps), norm, rope_style, bool(quantize_q))
+    params = Params(eps, norm, rope_style, bool(quantize_q))
     return OPERATOR(operands, params, implementation=implementation)
 
 

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jax_hpc._checks import Dims, check, check_choice, check_dtype
+from jax_hpc._checks import Dims, check, check_choice, check_dtype, static_int, static_number
 from jax_hpc.ops.route_topk.primitive import OPERATOR
 from jax_hpc.ops.route_topk.signature import SCORINGS, Operands, Params, RouteResult
 from jax_hpc.types import Implementation
@@ -58,7 +58,7 @@ def route_topk(
 
     Raises:
       ValueError: shapes or values do not fit.
-      TypeError: logits or bias are not float32.
+      TypeError: logits or bias are not float32, or a static argument is not a Python number.
       NotImplementedError: ``implementation="cuda"`` and no kernel takes the case.
     """
     operator = "route_topk"
@@ -69,6 +69,11 @@ def route_topk(
         dims.match("bias", bias, "E")
         check_dtype(operator, "bias", bias, (jnp.float32,))
     check_choice(operator, "scoring", scoring, SCORINGS)
+    k = static_int(operator, "k", k)
+    num_zero_experts = static_int(operator, "num_zero_experts", num_zero_experts)
+    num_groups = static_int(operator, "num_groups", num_groups)
+    topk_groups = static_int(operator, "topk_groups", topk_groups)
+    scale = static_number(operator, "scale", scale)
     check(math.isfinite(scale), operator, "scale", expected="finite", got=scale)
     experts = dims["E"]
     check(1 <= k <= experts, operator, "k", expected=f"1 <= k <= E = {experts}", got=k)
@@ -81,13 +86,13 @@ def route_topk(
         got=num_zero_experts,
     )
     params = Params(
-        k=int(k),
+        k=k,
         scoring=scoring,
         renormalize=bool(renormalize),
-        scale=float(scale),
-        num_zero_experts=int(num_zero_experts),
-        num_groups=int(num_groups),
-        topk_groups=int(topk_groups),
+        scale=scale,
+        num_zero_experts=num_zero_experts,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
     )
     return OPERATOR(Operands(logits, bias), params, implementation=implementation)
 
