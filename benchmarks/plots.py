@@ -1,5 +1,6 @@
 """Plots of results beside the recorded peers; needs matplotlib (the extra ``bench``)."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def _series(
         name = row["peer"] if "peer" in row else benchmark.label(row)
         series.setdefault(name, {})[row[last]] = row["us"]
         if "impl" in row and row["impl"] in benchmark.judged:
-            series.setdefault("floor", {})[row[last]] = row["floor_us"]
+            floor = series.setdefault("floor", {})
+            floor[row[last]] = min(row["floor_us"], floor.get(row[last], math.inf))
     return series
 
 
