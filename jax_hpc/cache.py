@@ -65,6 +65,10 @@ class PagedKVCache:
         """
         operator = "PagedKVCache.zeros"
         check_choice(operator, "page_size", page_size, PAGE_SIZES)
+        sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            check(size >= 1, operator, name, expected=">= 1", got=size)
+        check(num_pages >= 0, operator, "num_pages", expected=">= 0", got=num_pages)
         dtype = jnp.dtype(dtype)
         struct = jax.ShapeDtypeStruct((), dtype)
         check_dtype(operator, "dtype", struct, (jnp.bfloat16, jnp.float32, fp8.E4M3))

@@ -76,7 +76,8 @@ class SamplingParams:
         """Checked parameters for ``batch`` rows, from numbers or from one number per row.
 
         Raises ValueError, naming the argument, for a value outside its range or a sequence
-        of another length than ``batch``; TypeError for a top_k that is no integer.
+        of another length than ``batch``; TypeError for what is no number, or a top_k that is no
+        integer.
         """
 
         def setting(name, value, expected, within):
@@ -84,7 +85,9 @@ class SamplingParams:
 
         return cls(
             temperature=setting("temperature", temperature, ">= 0", lambda v: v >= 0),
-            top_k=_setting("top_k", top_k, batch, ">= 0", lambda v: v >= 0, np.int32),
+            top_k=_setting(
+                "top_k", top_k, batch, "in [0, 2^31)", lambda v: (v >= 0) & (v < 2**31), np.int32
+            ),
             top_p=setting("top_p", top_p, "in (0, 1]", lambda v: (v > 0) & (v <= 1)),
             min_p=setting("min_p", min_p, "in [0, 1)", lambda v: (v >= 0) & (v < 1)),
             repetition_penalty=setting(
@@ -281,6 +284,8 @@ def _setting(
     values = np.asarray(value)
     if dtype is np.int32 and not np.issubdtype(values.dtype, np.integer):
         raise TypeError(f"SamplingParams: argument '{name}' must be an integer, got {value!r}")
+    if not np.issubdtype(values.dtype, np.number):
+        raise TypeError(f"SamplingParams: argument '{name}' must be a number, got {value!r}")
     if values.ndim > 1 or (values.ndim == 1 and len(values) != batch):
         raise ValueError(
             f"SamplingParams: argument '{name}' must be one value or {batch} values, "

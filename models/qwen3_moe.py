@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_hpc.cache import PagedKVCache
+from jax_hpc.cache import DEFAULT_PAGE_SIZE, PagedKVCache
 from jax_hpc.checkpoint_plan import LoadItem
 from jax_hpc.models import qwen3_moe_checkpoint
 from jax_hpc.models.hf_config import HFConfig
@@ -227,7 +227,10 @@ class Qwen3MoE(nnx.Module):
         return project(hidden, head.weight[...], out_dtype=jnp.float32)
 
     def new_cache(
-        self, num_pages: int, page_size: int = 64, dtype: jax.typing.DTypeLike | None = None
+        self,
+        num_pages: int,
+        page_size: int = DEFAULT_PAGE_SIZE,
+        dtype: jax.typing.DTypeLike | None = None,
     ) -> PagedKVCache:
         """A cache of zeros in this model's shapes; dtype defaults to the model's."""
         return PagedKVCache.zeros(

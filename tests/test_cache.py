@@ -32,6 +32,13 @@ def test_scale_pages_only_with_fp8() -> None:
         PagedKVCache.zeros(num_layers=1, num_pages=1, num_kv_heads=1, head_dim=8, page_size=48)
 
 
+def test_zeros_refuses_empty_shapes() -> None:
+    sizes = dict(num_layers=1, num_pages=1, num_kv_heads=1, head_dim=4)
+    for name, value in (("num_layers", 0), ("num_pages", -1), ("head_dim", 0)):
+        with pytest.raises(ValueError, match=f"PagedKVCache.zeros: argument '{name}' must be >="):
+            PagedKVCache.zeros(**(sizes | {name: value}))
+
+
 def test_pages_for() -> None:
     assert [pages_for(n, 16) for n in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
 
@@ -53,3 +60,5 @@ def test_rope_table_is_accurate_at_far_positions() -> None:
     assert np.abs(table[position] - want).max() < 1e-7
     with pytest.raises(ValueError, match="'rotary_dim' must be even, got 7"):
         rope_table(4, 7, 1e4)
+    with pytest.raises(ValueError, match="'theta' must be > 0, got 0.0"):
+        rope_table(4, 8, 0.0)

@@ -259,8 +259,12 @@ def test_dtype_is_the_callers_then_the_configs(
 
 
 def test_dtype_out_of_range_is_an_error() -> None:
-    with pytest.raises(ValueError, match="config.json's dtype must be one of bfloat16, float32"):
+    with pytest.raises(ValueError, match="dtype 'float16' .* or --dtype: bfloat16, float32"):
         resolve_dtype({"torch_dtype": "float16"}, None)
+    with pytest.raises(
+        ValueError, match="'dtype' must be one of 'bfloat16', 'float32', got 'fp8'"
+    ):
+        resolve_dtype({}, "fp8")
     with pytest.raises(ValueError, match="argument 'dtype' must be one of .*, got 'float64'"):
         resolve_dtype({}, "float64")
 

@@ -89,8 +89,12 @@ def test_moe_is_the_operator(rng: np.random.Generator, format: Any) -> None:
 
 
 def test_moe_format_is_checked() -> None:
-    with pytest.raises(ValueError, match="FusedMoE: argument 'format' must be 'dense'.*'int4'"):
+    with pytest.raises(
+        ValueError, match="FusedMoE: argument 'format' must be one of 'dense'.*'int4'"
+    ):
         nn.FusedMoE(H, 4, 16, rngs=rngs(), format="int4")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="FusedMoE: argument 'block_rows' must be one of 128, 64"):
+        nn.FusedMoE(H, 4, 16, rngs=rngs(), format="fp8_block", block_rows=32)
 
 
 @pytest.mark.parametrize("split", ["experts", "intermediate"])
@@ -185,8 +189,10 @@ def test_decode_and_prefill_agree(rng: np.random.Generator, options: dict[str, A
 def test_fp8_cache_with_static_and_dynamic_scales(rng: np.random.Generator) -> None:
     s = attention(rng)
     want, _ = s.module(s.x, s.inputs, s.pages, s.cos_sin)
-    k8, v8 = fp8.saturate_cast(s.pages.k_pages), fp8.saturate_cast(s.pages.v_pages)
-    scales = jnp.ones((6, HKV, N), jnp.float32)
+    k_scale, v_scale = jnp.float32(0.3), jnp.float32(2.5)
+    s.module.k_scale[...], s.module.v_scale[...] = k_scale, v_scale
+    k8, v8 = fp8.quantize(s.pages.k_pages, k_scale), fp8.quantize(s.pages.v_pages, v_scale)
+    scales = jnp.full((6, HKV, N), k_scale)
     for pages in (LayerPages(k8, v8), LayerPages(k8, v8, scales)):
         got, after = s.module(s.x, s.inputs, pages, s.cos_sin)
         a, b = np.asarray(got).ravel(), np.asarray(want).ravel()
@@ -195,7 +201,7 @@ def test_fp8_cache_with_static_and_dynamic_scales(rng: np.random.Generator) -> N
         if pages.k_scale_pages is not None:
             assert after.k_scale_pages is not None
             written = np.asarray(after.k_scale_pages)[[1, 2], :, 2]
-            assert (written != 1).all()
+            assert (written != k_scale).all()
 
 
 def test_heads_over_a_mesh_equal_one_device(rng: np.random.Generator) -> None:

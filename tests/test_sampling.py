@@ -238,7 +238,7 @@ def test_an_all_greedy_batch_draws_no_noise():
         ("temperature", -0.1, ">= 0, got -0.1"),
         ("temperature", [0.5, np.nan], ">= 0, got nan"),
         ("temperature", np.inf, ">= 0, got inf"),
-        ("top_k", -1, ">= 0, got -1"),
+        ("top_k", -1, r"in \[0, 2\^31\), got -1"),
         ("top_p", 0.0, r"in \(0, 1\], got 0.0"),
         ("top_p", 1.5, r"in \(0, 1\], got 1.5"),
         ("min_p", 1.0, r"in \[0, 1\), got 1.0"),
@@ -255,6 +255,10 @@ def test_settings_outside_their_range_are_named(argument, value, expected):
 
 
 def test_wrong_types_and_shapes_are_named():
+    with pytest.raises(TypeError, match="'temperature' must be a number, got 'hot'"):
+        SamplingParams.create(2, temperature="hot")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="'top_k' must be in .*, got 4294967296"):
+        SamplingParams.create(2, top_k=2**32)
     with pytest.raises(TypeError, match="'top_k' must be an integer, got 1.5"):
         SamplingParams.create(2, top_k=1.5)
     params, rows = SamplingParams.greedy(2), jnp.zeros(2, jnp.int32)

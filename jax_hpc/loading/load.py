@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_hpc._checks import check_choice
 from jax_hpc.checkpoint_plan import quantization_format
 from jax_hpc.loading.accounting import check_targets, check_tensors
 from jax_hpc.loading.fill import Device, fill, named_arrays
@@ -50,7 +51,7 @@ def load_model(
     model_class: the model to build, by default the one registered for config.json's
         `architectures`. It has a `Config.from_hf`, a `checkpoint_plan` and, where it leaves
         tensors of its checkpoints unused, their names' patterns in `checkpoint_ignored`.
-    options: passed on to the model, such as the implementation of its operators.
+    options: passed on to the model, such as `implementations`, the forms of its operators.
 
     Raises FileNotFoundError where the directory lacks a file, CheckpointError (a ValueError) where
     the checkpoint is damaged or does not fit the model, ValueError for an unknown architecture,
@@ -134,10 +135,14 @@ def find_model_class(hf_config: Mapping[str, Any]) -> Any:
 def resolve_dtype(hf_config: Mapping[str, Any], dtype: str | None) -> str:
     """The dtype asked for, else config.json's, else bfloat16."""
     stated = hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
-    chosen = np.dtype(dtype).name if dtype is not None else str(stated).removeprefix("torch.")
-    if chosen not in DTYPES:
-        origin = "argument 'dtype'" if dtype is not None else "config.json's dtype"
-        raise ValueError(
-            f"load_model: {origin} must be one of {', '.join(DTYPES)}, got {chosen!r}"
-        )
+    if dtype is None:
+        chosen = str(stated).removeprefix("torch.")
+        if chosen not in DTYPES:
+            raise ValueError(
+                f"config.json: dtype {chosen!r} is not one that models run in; choose one by "
+                f"dtype= or --dtype: {', '.join(DTYPES)}"
+            )
+        return chosen
+    chosen = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    check_choice("load_model", "dtype", chosen, DTYPES)
     return chosen

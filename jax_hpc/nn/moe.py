@@ -1,12 +1,13 @@
 """The experts of a Mixture-of-Experts layer."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_hpc import fp8
+from jax_hpc._checks import check_choice
 from jax_hpc.nn.init import normal
 from jax_hpc.ops.fused_moe import (
     DenseExperts,
@@ -14,10 +15,10 @@ from jax_hpc.ops.fused_moe import (
     Fp8TensorExperts,
     fused_moe,
 )
+from jax_hpc.ops.fused_moe.weights import BLOCK_ROWS, GROUP
 from jax_hpc.types import Implementation
 
 ExpertFormat = Literal["dense", "fp8_block", "fp8_tensor"]
-BLOCK = 128
 
 
 class FusedMoE(nnx.Module):
@@ -47,24 +48,21 @@ class FusedMoE(nnx.Module):
         *,
         rngs: nnx.Rngs,
         format: ExpertFormat = "dense",
-        block_rows: int = BLOCK,
+        block_rows: int = GROUP,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         expert_axis: str | None = None,
         reduce_axis: str | tuple[str, ...] | None = None,
         implementation: Implementation = "auto",
     ) -> None:
-        if format not in ("dense", "fp8_block", "fp8_tensor"):
-            raise ValueError(
-                "FusedMoE: argument 'format' must be 'dense', 'fp8_block' or 'fp8_tensor', "
-                f"got {format!r}"
-            )
+        check_choice("FusedMoE", "format", format, get_args(ExpertFormat))
+        check_choice("FusedMoE", "block_rows", block_rows, BLOCK_ROWS)
         weight_dtype = dtype if format == "dense" else fp8.E4M3
         up = (num_experts, 2, intermediate_size, hidden_size)
         down = (num_experts, hidden_size, intermediate_size)
         self.gate_up = nnx.Param(normal(rngs, up, hidden_size, weight_dtype))
         self.down = nnx.Param(normal(rngs, down, intermediate_size, weight_dtype))
         if format == "fp8_block":
-            rows, columns = -(-intermediate_size // block_rows), -(-hidden_size // BLOCK)
+            rows, columns = -(-intermediate_size // block_rows), -(-hidden_size // GROUP)
             self.gate_up_scale = _ones(num_experts, 2, rows, columns)
             self.down_scale = _ones(num_experts, columns, rows)
         elif format == "fp8_tensor":
