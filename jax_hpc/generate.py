@@ -47,7 +47,13 @@ class GenerationStats:
     compile_seconds: float = 0.0
     ttft_seconds: float = 0.0
     decode_seconds: float = 0.0
-    mean_kv_len: float = 0.0
+    kv_tokens_read: int = 0
+
+    @property
+    def mean_kv_len(self) -> float:
+        """Cached tokens that a sequence attended to in a decode step; an ended one counts as 0."""
+        rows = self.decode_steps * self.batch
+        return self.kv_tokens_read / rows if rows else 0.0
 
     @property
     def tpot_seconds(self) -> float:
@@ -152,6 +158,7 @@ class Generator:
         stats.new_tokens += int(np.sum(burst.tokens != NO_TOKEN))
         yield burst
         decode = self._compiled[_decode_key(cache, state)]
+        lengths = np.asarray(state.kv_lens)
         while not burst.finished.all():
             begin = time.perf_counter()
             tokens, cache, state = decode(self.params, cache, state)
@@ -160,7 +167,9 @@ class Generator:
             emitted = burst.tokens != NO_TOKEN
             stats.decode_steps += int(np.sum(emitted.any(axis=1)))
             stats.new_tokens += int(emitted.sum())
-            stats.mean_kv_len = (stats.prompt_tokens + stats.new_tokens) / stats.batch
+            read = lengths + np.cumsum(emitted, axis=0)
+            stats.kv_tokens_read += int(read[emitted].sum())
+            lengths = read[-1]
             yield burst
 
     def _check(

@@ -46,7 +46,7 @@ class FakeGenerator:
             yield Burst(np.array(tokens, np.int32).reshape(-1, batch), np.zeros(batch, bool))
         self.stats.new_tokens, self.stats.decode_steps = 8, 4
         self.stats.ttft_seconds, self.stats.decode_seconds = 0.02, 0.03
-        self.stats.mean_kv_len = 10.0
+        self.stats.kv_tokens_read = 40 * batch
 
 
 @pytest.fixture

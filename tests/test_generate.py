@@ -57,6 +57,8 @@ def test_figures_count_what_was_generated(rng: np.random.Generator) -> None:
     assert [len(b.tokens) for b in bursts] == [1, 4, 4]
     assert [b.finished.all() for b in bursts] == [False, False, True]
     assert (stats.prompt_tokens, stats.new_tokens, stats.decode_steps) == (7, 2 * NEW, NEW - 1)
+    # The caches hold 5 to 9 and 4 to 8 tokens in the steps that read them.
+    assert stats.mean_kv_len == pytest.approx((sum(range(5, 10)) + sum(range(4, 9))) / 10)
     assert stats.tpot_seconds == pytest.approx(stats.decode_seconds / (NEW - 1))
     elapsed = stats.ttft_seconds + stats.decode_seconds
     assert stats.tokens_per_second == pytest.approx(2 * NEW / elapsed)

@@ -120,6 +120,7 @@ F8X = np.zeros((3, 8), fp8.E4M3)
             "'experts.block_rows' must be one",
         ),
         ({"expert_offset": -1}, ValueError, "'expert_offset' must be 0 or more, got -1"),
+        ({"expert_offset": np.int64(-1)}, ValueError, "'expert_offset' must be 0 or more, got -1"),
         ({"expert_offset": ONE}, TypeError, "'expert_offset' must be int32"),
         ({"expert_offset": np.zeros(2, np.int32)}, ValueError, "'expert_offset' must have shape"),
         ({"shared_output": np.zeros((3, 4), np.float32)}, ValueError, "'shared_output' .*H = 8"),

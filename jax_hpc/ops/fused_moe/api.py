@@ -1,11 +1,11 @@
 """Public function of fused_moe."""
 
 import dataclasses
-import numbers
 from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_hpc._checks import Dims, check, check_choice, check_dtype
 from jax_hpc.fp8 import E4M3
@@ -177,7 +177,7 @@ def _check_x(
 
 
 def _offset(expert_offset: jax.Array | int) -> jax.Array:
-    if isinstance(expert_offset, numbers.Integral):
+    if isinstance(expert_offset, int | np.integer):
         inside = 0 <= expert_offset < 2**31
         check(inside, _OPERATOR, "expert_offset", expected="0 or more", got=expert_offset)
         return jnp.asarray(expert_offset, jnp.int32)
