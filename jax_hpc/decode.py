@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_hpc._checks import Dims, check, check_dtype
+from jax_hpc._checks import Dims, check, check_dtype, static_int
 from jax_hpc.cache import PagedKVCache, slots_of
 from jax_hpc.sampling import SamplingParams, TokenCounts, sample, update_counts
 from jax_hpc.step import StepInputs
@@ -136,6 +136,7 @@ def make_prefill(model: nnx.Module) -> Prefill:
     def prefill(
         params: Any, cache: PagedKVCache, state: DecodeState, chunk: PrefillChunk
     ) -> tuple[jax.Array, PagedKVCache, DecodeState]:
+        _check_chunk(state, chunk)
         model: Any = nnx.merge(graph, params)
         page_size = cache.page_size
         inputs = _prefill_inputs(page_size, state, chunk)
@@ -161,6 +162,7 @@ def make_decode_loop(model: nnx.Module, num_steps: int, *, early_exit: bool = Fa
       early_exit: leave the loop once every sequence has finished. On a GPU the test costs a
         synchronisation with the host in every step.
     """
+    num_steps = static_int("make_decode_loop", "num_steps", num_steps)
     check(num_steps >= 1, "make_decode_loop", "num_steps", expected=">= 1", got=num_steps)
     graph = nnx.split(model)[0]
 
@@ -212,6 +214,17 @@ def decode_step(
     kv_lens = jnp.where(running, state.kv_lens + 1, state.kv_lens)
     tokens, state = _advance(state, logits, kv_lens, running, cache.page_size)
     return tokens, cache, state
+
+
+def _check_chunk(state: DecodeState, chunk: PrefillChunk) -> None:
+    dims = Dims("prefill")
+    dims.match("state.page_table", state.page_table, "B M")
+    dims.match("chunk.tokens", chunk.tokens, "T")
+    for name in ("q_starts", "q_lens", "completes"):
+        dims.match(f"chunk.{name}", getattr(chunk, name), "B")
+    for name in ("tokens", "q_starts", "q_lens"):
+        check_dtype("prefill", f"chunk.{name}", getattr(chunk, name), (jnp.int32,))
+    check_dtype("prefill", "chunk.completes", chunk.completes, (jnp.bool_,))
 
 
 def _prefill_inputs(page_size: int, state: DecodeState, chunk: PrefillChunk) -> StepInputs:

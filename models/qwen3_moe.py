@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_hpc._checks import check
 from jax_hpc.cache import DEFAULT_PAGE_SIZE, PagedKVCache
 from jax_hpc.checkpoint_plan import LoadItem
 from jax_hpc.models import qwen3_moe_checkpoint
@@ -207,6 +208,8 @@ class Qwen3MoE(nnx.Module):
 
     def __call__(self, inputs: StepInputs, cache: PagedKVCache) -> tuple[jax.Array, PagedKVCache]:
         """Run the layers over one step's rows: -> hidden ``[T, H]`` after the final norm."""
+        count, found = len(self.layers), len(cache.layers)
+        check(found == count, "Qwen3MoE", "cache", expected=f"of {count} layers", got=found)
         if not inputs.is_prefill:
             schedule = self.layers[0].self_attn.schedule(inputs, cache.layers[0])
             inputs = dataclasses.replace(inputs, schedule=schedule)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jax_hpc import decode, profiling
+from jax_hpc.cache import PagedKVCache
 from jax_hpc.decode import NO_TOKEN, DecodeState, PrefillChunk, make_decode_loop, make_prefill
 from jax_hpc.sampling import SamplingParams, TokenCounts
 from tests.support import tiny_models
@@ -252,3 +253,20 @@ def test_state_checks() -> None:
         DecodeState.create(table.astype(jnp.float32), limits)
     with pytest.raises(ValueError, match="make_decode_loop: argument 'num_steps' must be >= 1"):
         make_decode_loop(model(), 0)
+    with pytest.raises(TypeError, match="'num_steps' must be a Python int .* got 2.0"):
+        make_decode_loop(model(), 2.0)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_chunk_or_a_cache_of_another_batch_or_model_is_named() -> None:
+    params, cache, state = decode.params_of(model()), new_cache(), new_state()
+    good = chunk([[1], [2], [3]], [True] * 3)
+    for change, error, words in [
+        ({"q_lens": jnp.ones(2, jnp.int32)}, ValueError, r"'chunk.q_lens' .* B = 3 from 'state"),
+        ({"completes": jnp.ones(3, jnp.int32)}, TypeError, "'chunk.completes' must be bool"),
+        ({"tokens": jnp.ones((3, 2), jnp.int32)}, ValueError, r"'chunk.tokens' .* \[T\]"),
+    ]:
+        with pytest.raises(error, match=f"prefill: argument {words}"):
+            prefill_fn()(params, cache, state, dataclasses.replace(good, **change))
+    fewer = PagedKVCache(cache.layers[:1])
+    with pytest.raises(ValueError, match="Qwen3MoE: argument 'cache' must be of 2 layers, got 1"):
+        prefill_fn()(params, fewer, state, good)
