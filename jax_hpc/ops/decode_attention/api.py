@@ -74,7 +74,8 @@ def decode_attention(
       v_scale: of an fp8 cache, float32 ``[]``, a number, or ``[Hkv]``. None for 1.
       num_splits: instead of a schedule, how a kernel cuts each sequence: "static" into a number
         of splits that depends on B (the classic split-KV), an int k into k by the sequence's own
-        length alone, so that a result's bits do not depend on its batch.
+        length alone, so that a result's bits do not depend on its batch. The XLA form has no
+        splits and does not promise that: XLA picks its products by the whole batch's shape.
       return_lse: also return the log-sum-exp.
       implementation: see :data:`jax_hpc.types.Implementation`.
 

@@ -30,7 +30,7 @@ class Results(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """num_splits says how a kernel cuts the keys; the value does not depend on it."""
+    """num_splits says how a kernel cuts the keys; the jax.numpy forms do not look at it."""
 
     scale: float
     window: int | None
