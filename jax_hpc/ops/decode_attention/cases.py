@@ -52,4 +52,3 @@ BASELINE_MIXES = (
     Mix("2x32K+30x4K", (32 * _K,) * 2 + (4 * _K,) * 30),
 )
 """The recorded baselines: each mix with both head counts, D 128, pages of 64, bf16 and fp8."""
-BASELINE_PAGE_SIZE = 64

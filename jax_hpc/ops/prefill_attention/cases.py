@@ -20,11 +20,6 @@ class Case:
     def kv_len(self) -> int:
         return self.context + self.q_len
 
-    def flops(self, num_q_heads: int, head_dim: int) -> int:
-        """Both products over the keys that causal attention needs."""
-        pairs = self.q_len * self.context + self.q_len * (self.q_len + 1) // 2
-        return 4 * num_q_heads * head_dim * self.batch * pairs
-
 
 CASES = (
     Case("1x8K", batch=1, q_len=8192),
