@@ -1,7 +1,7 @@
 """What a model wants from a checkpoint, said tensor by tensor.
 
 A model lists `LoadItem`s in `checkpoint_plan()`; `jax_hpc.loading` carries them out. This module
-imports only numpy, so that models can use it without pulling the loader in.
+imports nothing of the loader, so that models can use it without pulling that in.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,16 +10,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jax_hpc import fp8
+
 Shape = tuple[int, ...]
 QuantFormat = Literal["fp8_block"]
-
-FP8_BLOCK = 128
-"""Rows and columns that share one scale in the block-fp8 format."""
 
 _SCALE_SUFFIX = "_scale_inv"
 _KNOWN_FORMATS = (
     "quant_method 'fp8' with fmt 'e4m3', activation_scheme 'dynamic' and "
-    f"weight_block_size [{FP8_BLOCK}, {FP8_BLOCK}]"
+    f"weight_block_size [{fp8.BLOCK}, {fp8.BLOCK}]"
 )
 
 
@@ -121,7 +120,7 @@ def scaled_name(name: str) -> str | None:
 def block_scale_shape(shape: Sequence[int]) -> Shape:
     """Scales of a weight ``[..., N, K]`` have the shape ``[..., ceil(N/128), ceil(K/128)]``."""
     *lead, rows, columns = shape
-    return (*lead, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+    return (*lead, -(-rows // fp8.BLOCK), -(-columns // fp8.BLOCK))
 
 
 def quantization_format(hf_config: Mapping[str, Any]) -> QuantFormat | None:
@@ -143,7 +142,7 @@ def quantization_format(hf_config: Mapping[str, Any]) -> QuantFormat | None:
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "weight_block_size": [fp8.BLOCK, fp8.BLOCK],
     }
     if found == block_fp8:
         return "fp8_block"

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 E4M3 = jnp.float8_e4m3fn
 E4M3_MAX = 448.0
+BLOCK = 128
+"""Values, or rows and columns of a weight, that share a scale in the block-fp8 formats."""
 
 _SMALLEST_NORMAL = 2.0**-6
 _SMALLEST_SCALE = 2.0**-126

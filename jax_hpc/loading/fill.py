@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from jax_hpc.checkpoint_plan import FP8_BLOCK, LoadItem, scale_name, scaled_name
+from jax_hpc import fp8
+from jax_hpc.checkpoint_plan import LoadItem, scale_name, scaled_name
 from jax_hpc.loading.accounting import E4M3, ArraySpec
 from jax_hpc.loading.safetensors_reader import Checkpoint, CheckpointError, some
 from jax_hpc.progress import Progress
@@ -86,10 +87,10 @@ def assemble(checkpoint: Checkpoint, item: LoadItem, spec: ArraySpec) -> np.ndar
 def dequantize_blocks(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """float32 ``[..., N, K]`` of an e4m3 weight and the scales of its 128x128 blocks."""
     rows, columns = weight.shape[-2:]
-    wide = np.repeat(scale.astype(np.float32), FP8_BLOCK, axis=-1)[..., :columns]
+    wide = np.repeat(scale.astype(np.float32), fp8.BLOCK, axis=-1)[..., :columns]
     values = _E4M3_VALUES[weight.view(np.uint8)]
     for block in range(scale.shape[-2]):
-        span = slice(block * FP8_BLOCK, min((block + 1) * FP8_BLOCK, rows))
+        span = slice(block * fp8.BLOCK, min((block + 1) * fp8.BLOCK, rows))
         values[..., span, :] *= wide[..., block : block + 1, :]
     return values
 

@@ -15,7 +15,7 @@ from jax_hpc.ops.fused_moe import (
     Fp8TensorExperts,
     fused_moe,
 )
-from jax_hpc.ops.fused_moe.weights import BLOCK_ROWS, GROUP
+from jax_hpc.ops.fused_moe.weights import BLOCK_ROWS
 from jax_hpc.types import Implementation
 
 ExpertFormat = Literal["dense", "fp8_block", "fp8_tensor"]
@@ -48,7 +48,7 @@ class FusedMoE(nnx.Module):
         *,
         rngs: nnx.Rngs,
         format: ExpertFormat = "dense",
-        block_rows: int = GROUP,
+        block_rows: int = fp8.BLOCK,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         expert_axis: str | None = None,
         reduce_axis: str | tuple[str, ...] | None = None,
@@ -62,7 +62,7 @@ class FusedMoE(nnx.Module):
         self.gate_up = nnx.Param(normal(rngs, up, hidden_size, weight_dtype))
         self.down = nnx.Param(normal(rngs, down, intermediate_size, weight_dtype))
         if format == "fp8_block":
-            rows, columns = -(-intermediate_size // block_rows), -(-hidden_size // GROUP)
+            rows, columns = -(-intermediate_size // block_rows), -(-hidden_size // fp8.BLOCK)
             self.gate_up_scale = _ones(num_experts, 2, rows, columns)
             self.down_scale = _ones(num_experts, columns, rows)
         elif format == "fp8_tensor":

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_hpc._checks import Dims, check, check_choice, check_dtype
-from jax_hpc.fp8 import E4M3
+from jax_hpc.fp8 import BLOCK, E4M3
 from jax_hpc.ops.fused_moe.primitive import OPERATOR
 from jax_hpc.ops.fused_moe.signature import Operands, Params, output_dtype
 from jax_hpc.ops.fused_moe.weights import (
     BLOCK_ROWS,
-    GROUP,
     DenseExperts,
     Experts,
     Fp8BlockExperts,
@@ -137,7 +136,7 @@ def _check_experts(dims: Dims, experts: Experts) -> Experts:
 def _check_block_scales(dims: Dims, experts: Fp8BlockExperts) -> None:
     check_choice(_OPERATOR, "experts.block_rows", experts.block_rows, BLOCK_ROWS)
     dims.bind("blocks(I)", -(-dims["I"] // experts.block_rows), "ceil(I / block_rows)")
-    dims.bind("blocks(H)", -(-dims["H"] // GROUP), "ceil(H / 128)")
+    dims.bind("blocks(H)", -(-dims["H"] // BLOCK), "ceil(H / 128)")
     gate_up, down = "E 2 blocks(I) blocks(H)", "E blocks(H) blocks(I)"
     _check_scale(dims, "experts.gate_up_scale", experts.gate_up_scale, gate_up)
     _check_scale(dims, "experts.down_scale", experts.down_scale, down)

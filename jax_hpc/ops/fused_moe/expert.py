@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax_hpc import fp8
 from jax_hpc.ops.fused_moe.signature import Operands
 from jax_hpc.ops.fused_moe.weights import (
-    GROUP,
     DenseExperts,
     Experts,
     Fp8BlockExperts,
@@ -99,7 +98,7 @@ def _fp8_block(rows: Rows, expert: Fp8BlockExperts) -> jax.Array:
     inter, hidden = expert.gate_up.shape[1:]
     block = expert.block_rows
     weights = fp8.dequantize(
-        expert.gate_up, expand_blocks(expert.gate_up_scale, block, GROUP, (inter, hidden))
+        expert.gate_up, expand_blocks(expert.gate_up_scale, block, fp8.BLOCK, (inter, hidden))
     )
     assert rows.scale is not None
     x = fp8.dequantize(rows.values, expand_groups(rows.scale, hidden))
@@ -107,7 +106,7 @@ def _fp8_block(rows: Rows, expert: Fp8BlockExperts) -> jax.Array:
         _silu_and_mul(_product(x, weights[0]), _product(x, weights[1]))
     )
     activation = fp8.dequantize(values, expand_groups(scale, inter))
-    down_scale = expand_blocks(expert.down_scale, GROUP, block, (hidden, inter))
+    down_scale = expand_blocks(expert.down_scale, fp8.BLOCK, block, (hidden, inter))
     return _product(activation, fp8.dequantize(expert.down, down_scale))
 
 

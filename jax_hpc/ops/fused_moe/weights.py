@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from jax_hpc import fp8
 from jax_hpc._checks import Dims, check_choice, check_dtype
 
-GROUP = 128
-"""Columns that share one scale of a block-quantised activation or weight."""
 BLOCK_ROWS = (128, 64)
 """Rows of I that share one scale of a block-quantised weight."""
 
@@ -72,7 +70,7 @@ class Fp8BlockExperts:
     down: jax.Array
     gate_up_scale: jax.Array
     down_scale: jax.Array
-    block_rows: int = dataclasses.field(default=GROUP, metadata={"static": True})
+    block_rows: int = dataclasses.field(default=fp8.BLOCK, metadata={"static": True})
 
 
 Experts = DenseExperts | Fp8TensorExperts | Fp8BlockExperts
@@ -91,15 +89,15 @@ def quantize_groups(x: jax.Array) -> tuple[jax.Array, jax.Array]:
       float8_e4m3fn ``[T, C]`` and float32 ``[T, ceil(C / 128)]``.
     """
     rows, columns = x.shape
-    groups = -(-columns // GROUP)
-    padded = jnp.pad(x, ((0, 0), (0, groups * GROUP - columns)))
-    scale = fp8.amax_scale(padded.reshape(rows, groups, GROUP), axis=2)
+    groups = -(-columns // fp8.BLOCK)
+    padded = jnp.pad(x, ((0, 0), (0, groups * fp8.BLOCK - columns)))
+    scale = fp8.amax_scale(padded.reshape(rows, groups, fp8.BLOCK), axis=2)
     return fp8.quantize(x, expand_groups(scale, columns)), scale
 
 
 def expand_groups(scale: jax.Array, columns: int) -> jax.Array:
     """A scale per 128 columns ``[T, ceil(C / 128)]`` as one per element ``[T, C]``."""
-    return jnp.repeat(scale, GROUP, axis=1)[:, :columns]
+    return jnp.repeat(scale, fp8.BLOCK, axis=1)[:, :columns]
 
 
 def quantize_experts_blockwise(experts: DenseExperts, *, block_rows: int = 128) -> Fp8BlockExperts:
@@ -112,8 +110,8 @@ def quantize_experts_blockwise(experts: DenseExperts, *, block_rows: int = 128) 
     operator = "quantize_experts_blockwise"
     _check_dense(operator, experts)
     check_choice(operator, "block_rows", block_rows, BLOCK_ROWS)
-    gate_up, gate_up_scale = _quantize_blocks(experts.gate_up, block_rows, GROUP)
-    down, down_scale = _quantize_blocks(experts.down, GROUP, block_rows)
+    gate_up, gate_up_scale = _quantize_blocks(experts.gate_up, block_rows, fp8.BLOCK)
+    down, down_scale = _quantize_blocks(experts.down, fp8.BLOCK, block_rows)
     return Fp8BlockExperts(gate_up, down, gate_up_scale, down_scale, block_rows)
 
 
