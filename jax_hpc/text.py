@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from jax_hpc._json import read_object
+
 Message = Mapping[str, Any]
 
 _REPLACEMENT = "\ufffd"
@@ -38,17 +40,9 @@ def _extra(module: str) -> Any:
         ) from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _settings(path: Path) -> dict[str, Any]:
     """The JSON object in a file, empty where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: corrupt: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
-    return found
+    return read_object(path) if path.is_file() else {}
 
 
 class Tokenizer:
@@ -84,7 +78,7 @@ class Tokenizer:
         template = directory / "chat_template.jinja"
         return cls(
             backend,
-            _read_json(directory / "tokenizer_config.json"),
+            _settings(directory / "tokenizer_config.json"),
             template.read_text(encoding="utf-8") if template.is_file() else None,
         )
 
@@ -227,10 +221,10 @@ class GenerationConfig:
         Raises ValueError where a file is damaged or a value is of the wrong type.
         """
         directory = Path(directory)
-        model = _read_json(directory / "config.json")
+        model = _settings(directory / "config.json")
         found = {name: model[name] for name in _TOKEN_IDS if name in model} | {
             name: value
-            for name, value in _read_json(directory / "generation_config.json").items()
+            for name, value in _settings(directory / "generation_config.json").items()
             if value is not None
         }
         eos = found.get("eos_token_id")

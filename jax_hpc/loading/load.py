@@ -1,6 +1,5 @@
 """From a Hugging Face directory to a model whose weights lie on the device."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jax_hpc._checks import check_choice
+from jax_hpc._json import read_object
 from jax_hpc.checkpoint_plan import quantization_format
 from jax_hpc.loading.accounting import check_targets, check_tensors
 from jax_hpc.loading.fill import Device, fill, named_arrays
@@ -110,12 +110,9 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"{directory}: no config.json there; is this a Hugging Face checkpoint?"
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except ValueError as error:
-        raise CheckpointError(f"{path}: corrupt: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(config).__name__}")
-    return config
+        raise CheckpointError(str(error)) from error
 
 
 def find_model_class(hf_config: Mapping[str, Any]) -> Any:
