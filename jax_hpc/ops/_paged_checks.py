@@ -1,5 +1,6 @@
 """Argument checks that the operators over the paged KV cache share."""
 
+import functools
 import math
 import numbers
 from collections.abc import Sequence
@@ -98,27 +99,31 @@ def normalize_scales(
     if q_scale is not None:
         dims.match("q_scale", q_scale, q_scale_axes)
         check_dtype(operator, "q_scale", q_scale, (jnp.float32,))
-    for argument, value in (("k_scale", k_scale), ("v_scale", v_scale)):
-        check(
-            fp8_cache or value is None,
-            operator,
-            argument,
-            expected=f"None on a cache of {jnp.dtype(cache_dtype).name}, which has no scales",
-            got=describe(value),
-        )
+    check_scale = functools.partial(normalize_cache_scale, operator, dims, cache_dtype)
     return Scales(
         q_scale,
-        _cache_scale(operator, dims, "k_scale", k_scale, ("", "Hkv", "P Hkv N")),
-        _cache_scale(operator, dims, "v_scale", v_scale, ("", "Hkv")),
+        check_scale("k_scale", k_scale, ("", "Hkv", "P Hkv N")),
+        check_scale("v_scale", v_scale, ("", "Hkv")),
     )
 
 
-def _cache_scale(
-    operator: str, dims: Dims, argument: str, value: Any, kinds: Sequence[str]
+def normalize_cache_scale(
+    operator: str, dims: Dims, cache_dtype: Any, argument: str, value: Any, kinds: Sequence[str]
 ) -> jax.Array | None:
+    """Check a scale of a cache, of one of the shapes ``kinds``; only fp8 caches have any.
+
+    A Python or NumPy number becomes a float32 scalar where "" is among the kinds.
+    """
     if value is None:
         return None
-    if isinstance(value, numbers.Real) or isinstance(value, np.number):
+    check(
+        jnp.dtype(cache_dtype) == jnp.dtype(E4M3),
+        operator,
+        argument,
+        expected=f"None on a cache of {jnp.dtype(cache_dtype).name}, which has no scales",
+        got=describe(value),
+    )
+    if "" in kinds and isinstance(value, numbers.Real | np.number):
         return jnp.asarray(value, jnp.float32)
     check_dtype(operator, argument, value, (jnp.float32,))
     by_rank = {len(axes.split()): axes for axes in kinds}

@@ -1,12 +1,13 @@
 """Public function of qk_norm_rope_append."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
 from jax_hpc._checks import Dims, check, check_choice, check_dtype, static_number
-from jax_hpc.fp8 import E4M3
+from jax_hpc.ops._paged_checks import CACHE_DTYPES, normalize_cache_scale
 from jax_hpc.ops.qk_norm_rope_append.primitive import OPERATOR
 from jax_hpc.ops.qk_norm_rope_append.signature import (
     NORMS,
@@ -89,9 +90,9 @@ def qk_norm_rope_append(
         slots=slots,
         k_pages=k_pages,
         v_pages=v_pages,
-        k_scale=_as_array(k_scale),
-        v_scale=_as_array(v_scale),
-        k_scale_pages=k_scale_pages,
+        k_scale=None,
+        v_scale=None,
+        k_scale_pages=None,
     )
     check_choice(_OPERATOR, "norm", norm, NORMS)
     check_choice(_OPERATOR, "rope_style", rope_style, ROPE_STYLES)
@@ -99,22 +100,18 @@ def qk_norm_rope_append(
     check(math.isfinite(eps) and eps >= 0, _OPERATOR, "eps", expected="finite and >= 0", got=eps)
     dims = Dims(_OPERATOR)
     _check_caches(dims, operands)
+    operands = _with_scales(dims, operands, k_scale, v_scale, k_scale_pages)
     _check_tokens(dims, operands)
     _check_norms(dims, operands, norm)
     params = Params(eps, norm, rope_style, bool(quantize_q))
     return OPERATOR(operands, params, implementation=implementation)
 
 
-def _as_array(scale: jax.Array | float | None) -> jax.Array | None:
-    return jnp.asarray(scale, jnp.float32) if isinstance(scale, int | float) else scale
-
-
 def _check_caches(dims: Dims, operands: Operands) -> None:
-    dtypes = (jnp.bfloat16, jnp.float32, E4M3)
     dims.match("k_pages", operands.k_pages, "P Hkv N D")
     dims.match("v_pages", operands.v_pages, "P Hkv N D")
-    check_dtype(_OPERATOR, "k_pages", operands.k_pages, dtypes)
-    check_dtype(_OPERATOR, "v_pages", operands.v_pages, dtypes)
+    check_dtype(_OPERATOR, "k_pages", operands.k_pages, CACHE_DTYPES)
+    check_dtype(_OPERATOR, "v_pages", operands.v_pages, CACHE_DTYPES)
     rows = dims["P"] * dims["N"]
     check(
         rows < 2**31,
@@ -123,24 +120,23 @@ def _check_caches(dims: Dims, operands: Operands) -> None:
         expected="of fewer than 2^31 slots P * N, since slots are int32",
         got=rows,
     )
-    for argument, scale, pages in (
-        ("k_scale", operands.k_scale, operands.k_pages),
-        ("v_scale", operands.v_scale, operands.v_pages),
-        ("k_scale_pages", operands.k_scale_pages, operands.k_pages),
-    ):
-        if scale is None:
-            continue
-        pattern = "P Hkv N" if argument == "k_scale_pages" else "Hkv"
-        if argument == "k_scale_pages" or jnp.ndim(scale) != 0:
-            dims.match(argument, scale, pattern)
-        check_dtype(_OPERATOR, argument, scale, (jnp.float32,))
-        check(
-            pages.dtype == E4M3,
-            _OPERATOR,
-            argument,
-            expected="None unless the cache is float8_e4m3fn",
-            got=f"a scale for a {pages.dtype.name} cache",
-        )
+
+
+def _with_scales(
+    dims: Dims,
+    operands: Operands,
+    k_scale: jax.Array | float | None,
+    v_scale: jax.Array | float | None,
+    k_scale_pages: jax.Array | None,
+) -> Operands:
+    """The operands with their scales, which fit the caches; numbers become float32 scalars."""
+    k_dtype, v_dtype = operands.k_pages.dtype, operands.v_pages.dtype
+    scale = functools.partial(normalize_cache_scale, _OPERATOR, dims)
+    operands = operands._replace(
+        k_scale=scale(k_dtype, "k_scale", k_scale, ("", "Hkv")),
+        v_scale=scale(v_dtype, "v_scale", v_scale, ("", "Hkv")),
+        k_scale_pages=scale(k_dtype, "k_scale_pages", k_scale_pages, ("P Hkv N",)),
+    )
     check(
         operands.k_scale is None or operands.k_scale_pages is None,
         _OPERATOR,
@@ -148,6 +144,7 @@ def _check_caches(dims: Dims, operands: Operands) -> None:
         expected="None when k_scale_pages is given (scales are then computed per token)",
         got="both",
     )
+    return operands
 
 
 def _check_tokens(dims: Dims, operands: Operands) -> None:
