@@ -4,6 +4,10 @@ A :class:`DecodeState` holds everything about a batch of sequences that is not i
 ``make_prefill`` and ``make_decode_loop`` return functions of ``(params, cache, state, ...)`` that
 give back the cache and the state they were given (donated, updated in place); ``params`` come
 from :func:`params_of` and are never copied.
+
+A model is a callable ``(inputs, cache) -> (hidden [T, H], cache)`` on :class:`StepInputs`, with
+``logits(hidden [R, H]) -> float32 [R, V]`` and ``config.max_positions``, the positions that it
+has: no sequence becomes longer than that, whatever its limit.
 """
 
 import dataclasses
@@ -15,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_hpc._checks import Dims, check, check_dtype, static_int
+from jax_hpc._primitive import vary_alike
 from jax_hpc.cache import PagedKVCache, slots_of
 from jax_hpc.sampling import SamplingParams, TokenCounts, sample, update_counts
 from jax_hpc.step import StepInputs
@@ -34,7 +39,8 @@ class DecodeState:
     finished: bool ``[B]``, sequences that do not decode: ended, or still without their prompt.
         They cost nothing in a step and emit NO_TOKEN.
     limits: int32 ``[B]``, length (prompt and generated tokens) at which a sequence ends; it
-        also ends where its page table has no page for the next token.
+        also ends at the model's ``max_positions``, and where its page table has no page for the
+        next token.
     eos_ids: int32 ``[B, n]``, tokens that end a sequence, padded with NO_TOKEN.
     seeds: uint32 ``[B]``; with the position they determine a sequence's random choices.
     sampling: how each sequence samples. counts: tokens seen, None where no penalty is used.
@@ -129,7 +135,11 @@ def make_prefill(model: nnx.Module) -> Prefill:
     """A jitted ``(params, cache, state, chunk) -> (tokens int32 [B], cache, state)``.
 
     ``tokens`` are the first tokens of the sequences that the chunk completes, NO_TOKEN for the
-    others. The cache and the state are donated. One compilation per shape of the chunk.
+    others; a chunk that completes none computes no logits. The cache and the state are donated.
+    One compilation per shape of the chunk.
+
+    A prompt must be shorter than the model's ``max_positions``; only the host can refuse one that
+    is not (it would be read with wrong positions, and end with its first token).
     """
     graph = nnx.split(model)[0]
 
@@ -141,10 +151,19 @@ def make_prefill(model: nnx.Module) -> Prefill:
         page_size = cache.page_size
         inputs = _prefill_inputs(page_size, state, chunk)
         hidden, cache = model(inputs, cache)
-        last = jnp.clip(chunk.q_starts + chunk.q_lens - 1, 0, chunk.tokens.shape[0] - 1)
-        logits = model.logits(hidden[last])
+        kv_lens = state.kv_lens + chunk.q_lens
         emits = chunk.completes & (chunk.q_lens > 0)
-        tokens, state = _advance(state, logits, state.kv_lens + chunk.q_lens, emits, page_size)
+        last = jnp.clip(chunk.q_starts + chunk.q_lens - 1, 0, chunk.tokens.shape[0] - 1)
+        rows = hidden[last]
+        # Inside shard_map both branches must vary over the same mesh axes.
+        skipped = vary_alike([state.tokens, *jax.tree.leaves((rows, state))])[0]
+        sampled = jax.lax.cond(
+            jnp.any(emits),
+            lambda: _sample(state, model.logits(rows), kv_lens),
+            lambda: skipped,
+        )
+        bound = model.config.max_positions
+        tokens, state = _advance(state, sampled, kv_lens, emits, page_size, bound)
         return tokens, cache, state
 
     return jax.jit(prefill, donate_argnums=(1, 2))
@@ -169,7 +188,7 @@ def make_decode_loop(model: nnx.Module, num_steps: int, *, early_exit: bool = Fa
     def decode(
         params: Any, cache: PagedKVCache, state: DecodeState
     ) -> tuple[jax.Array, PagedKVCache, DecodeState]:
-        model = nnx.merge(graph, params)
+        model: Any = nnx.merge(graph, params)
 
         def body(carry: _Carry) -> _Carry:
             step, emitted, cache, state = carry
@@ -210,9 +229,10 @@ def decode_step(
         kv_lens=lens,
     )
     hidden, cache = model(inputs, cache)
-    logits = model.logits(hidden)
     kv_lens = jnp.where(running, state.kv_lens + 1, state.kv_lens)
-    tokens, state = _advance(state, logits, kv_lens, running, cache.page_size)
+    sampled = _sample(state, model.logits(hidden), kv_lens)
+    bound = model.config.max_positions
+    tokens, state = _advance(state, sampled, kv_lens, running, cache.page_size, bound)
     return tokens, cache, state
 
 
@@ -249,20 +269,25 @@ def _prefill_inputs(page_size: int, state: DecodeState, chunk: PrefillChunk) -> 
     )
 
 
+def _sample(state: DecodeState, logits: jax.Array, kv_lens: jax.Array) -> jax.Array:
+    return sample(logits, state.sampling, state.seeds, kv_lens, state.counts)
+
+
 def _advance(
     state: DecodeState,
-    logits: jax.Array,
+    sampled: jax.Array,
     kv_lens: jax.Array,
     emits: jax.Array,
     page_size: int,
+    max_positions: int,
 ) -> tuple[jax.Array, DecodeState]:
-    """Sample one token for the sequences that emit, and see which of them end with it."""
-    sampled = sample(logits, state.sampling, state.seeds, kv_lens, state.counts)
+    """Take the sampled token of the sequences that emit, and see which of them end with it."""
     at_eos = jnp.any(sampled[:, None] == state.eos_ids, axis=1)
     # A token without a page to go to could not be attended to: the sequence ends before it is
     # fed back.
     has_room = slots_of(state.page_table, kv_lens, page_size) >= 0
-    ends = at_eos | (kv_lens + 1 >= state.limits) | ~has_room
+    limits = jnp.minimum(state.limits, max_positions)
+    ends = at_eos | (kv_lens + 1 >= limits) | ~has_room
     counts = state.counts
     if counts is not None:
         counts = update_counts(counts, sampled, emits)

@@ -132,6 +132,37 @@ def test_prefill_in_chunks_equals_prefill_at_once(rng: np.random.Generator) -> N
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def test_a_chunk_that_completes_nothing_computes_no_logits(rng: np.random.Generator) -> None:
+    given = prompts(rng, (9, 4))
+    sampling = SamplingParams.create(BATCH, temperature=0.8, repetition_penalty=1.2)
+    counts = TokenCounts.from_prompts([*given, []], 96)
+    whole, _, whole_state = start(given, sampling=sampling, counts=counts)
+    params, cache = decode.params_of(model()), new_cache()
+    state = new_state(sampling=sampling, counts=counts)
+    for cut, completes, want in [
+        ([given[0][:5], [], []], [False] * 3, [NO_TOKEN] * 3),
+        ([[], given[1][:1], []], [False] * 3, [NO_TOKEN] * 3),
+        ([given[0][5:], given[1][1:], []], [True, True, False], whole),
+    ]:
+        tokens, cache, state = prefill_fn()(params, cache, state, chunk(cut, completes))
+        np.testing.assert_array_equal(tokens, want)
+    for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(whole_state), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+    part = chunk([[1], [2], []], [False] * 3)
+    traced = jax.make_jaxpr(prefill_fn())(params, cache, state, part)
+    (call,) = traced.eqns
+    made = {
+        eqn.primitive.name: {v.aval.shape for v in eqn.outvars}
+        for eqn in call.params["jaxpr"].eqns
+        if any(v.aval.shape == (BATCH, 96) and v.aval.dtype == jnp.float32 for v in eqn.outvars)
+    }
+    assert made == {}, "logits outside the cond"
+    compiled = prefill_fn().lower(params, cache, state, part).compile()
+    assert profiling.host_transfers(compiled) == []
+    assert profiling.cache_copies(compiled, jax.tree.leaves(cache)) == []
+
+
 def test_finished_rows_touch_nothing_and_emit_nothing(rng: np.random.Generator) -> None:
     given = prompts(rng, (4, 8))
     _, cache, state = start(given)
@@ -175,6 +206,22 @@ def test_a_full_table_ends_the_sequence(rng: np.random.Generator) -> None:
     emitted, _, state = loop_fn()(params, cache, state)
     assert (np.asarray(emitted)[:, 0] != NO_TOKEN).tolist() == [True, True, True, False, False]
     assert state.finished[0] and state.kv_lens[0] == 16
+
+
+def test_the_models_positions_end_a_sequence(rng: np.random.Generator) -> None:
+    """No token is fed back, or sampled, beyond them, whatever the limits say."""
+    short = tiny_models.qwen3_moe(num_layers=1, sparse_layers=(True,), max_positions=12)
+    params, cache = decode.params_of(short), short.new_cache(BATCH * PAGES, PAGE)
+    given = prompts(rng, (9, 11, 3))
+    first, cache, state = make_prefill(short)(
+        params, cache, new_state(limit=1000), chunk(given, [True] * 3)
+    )
+    np.testing.assert_array_equal(state.finished, [False, True, False])
+    tokens, _, state = make_decode_loop(short, STEPS)(params, cache, state)
+    emitted = np.concatenate([np.asarray(first)[None], tokens]) != NO_TOKEN
+    np.testing.assert_array_equal(emitted.sum(axis=0), [12 - 9, 12 - 11, STEPS + 1])
+    np.testing.assert_array_equal(state.finished, [True, True, False])
+    np.testing.assert_array_equal(state.kv_lens, [11, 11, 3 + STEPS])
 
 
 def test_early_exit_gives_the_same_tokens_and_stops(rng: np.random.Generator) -> None:
