@@ -26,9 +26,10 @@ def tools() -> str:
     spec = importlib.util.find_spec("nvidia")
     folders = []
     for package in spec.submodule_search_locations or () if spec else ():
-        for tool in [*Path(package).glob("*/bin/cuobjdump"), *Path(package).glob("*/bin/nvdisasm")]:
-            tool.chmod(tool.stat().st_mode | 0o111)
-            folders.append(str(tool.parent))
+        for tool in Path(package).glob("*/bin/*"):
+            if tool.name in ("cuobjdump", "nvdisasm"):
+                tool.chmod(tool.stat().st_mode | 0o111)
+                folders.append(str(tool.parent))
     return os.pathsep.join([*folders, os.environ["PATH"]])
 
 
