@@ -18,4 +18,4 @@ for path in "$checkout"/*; do
 done
 
 cd "$work"
-PYTHONSAFEPATH=1 PYTHONPATH=$work python3 -m pytest -p no:cacheprovider -p no:benchmark tests -m "${MARK:-gpu}"
+JAX_HPC_REQUIRE_GPU=1 PYTHONSAFEPATH=1 PYTHONPATH=$work python3 -m pytest -p no:cacheprovider -p no:benchmark tests -m "${MARK:-gpu}"

@@ -25,8 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests need a GPU: skipped without one, unless JAX_HPC_REQUIRE_GPU says that there is."""
-    if has_gpu() or os.environ.get("JAX_HPC_REQUIRE_GPU"):
+    """GPU tests need a Hopper GPU: skipped without one, unless JAX_HPC_REQUIRE_GPU is set."""
+    hopper = has_gpu() and jax.devices()[0].compute_capability == "9.0"
+    if hopper or os.environ.get("JAX_HPC_REQUIRE_GPU"):
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA Hopper GPU")
     for item in items:
