@@ -76,6 +76,16 @@ def test_router_is_the_two_operators_and_honours_active(rng: np.random.Generator
     np.testing.assert_array_equal(router(x).ids, want.ids)
 
 
+def test_an_inactive_row_has_no_identity_part(rng: np.random.Generator) -> None:
+    router = nn.SplitRouter(H, 16, 4, rngs=rngs(), num_zero_experts=8)
+    x = array(rng, 32, H, dtype=jnp.bfloat16)
+    active = jnp.arange(32) % 3 != 1
+    every, got = router(x).identity_weight, router(x, active)
+    assert np.count_nonzero(np.asarray(every)[~np.asarray(active)]), "else this tests nothing"
+    np.testing.assert_array_equal(got.identity_weight, np.where(active, every, 0))
+    assert (np.asarray(got.ids)[~np.asarray(active)] == -1).all()
+
+
 @pytest.mark.parametrize("format", ["dense", "fp8_block", "fp8_tensor"])
 def test_moe_is_the_operator(rng: np.random.Generator, format: Any) -> None:
     moe = nn.FusedMoE(H, 4, 16, rngs=rngs(), format=format, dtype=jnp.float32)

@@ -58,7 +58,8 @@ class SplitRouter(nnx.Module):
 
         Args:
           x: ``[T, H]``.
-          active: bool ``[T]``; rows that are False get no expert (ids -1) and cost none.
+          active: bool ``[T]``; rows that are False get no expert (ids -1, identity weight 0) and
+            cost none.
         """
         logits = router_gemm(x, SplitWeight(self.parts[...]), implementation=self.implementation)
         result = route_topk(
@@ -75,4 +76,7 @@ class SplitRouter(nnx.Module):
         )
         if active is None:
             return result
-        return result._replace(ids=jnp.where(active[:, None], result.ids, -1))
+        return result._replace(
+            ids=jnp.where(active[:, None], result.ids, -1),
+            identity_weight=jnp.where(active, result.identity_weight, 0.0),
+        )
