@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_hpc import _registry, fp8
 from jax_hpc._checks import check
 from jax_hpc.cache import DEFAULT_PAGE_SIZE, PAGE_SIZES
 from jax_hpc.decode import NO_TOKEN
@@ -24,8 +25,15 @@ _KV_DTYPES = {
     "auto": None,
     "bfloat16": jnp.bfloat16,
     "float32": jnp.float32,
-    "fp8": jnp.float8_e4m3fn,
+    "fp8": fp8.E4M3,
+    "fp8-dynamic": fp8.E4M3,
 }
+_OPERATORS = {
+    "attention": ("qk_norm_rope_append", "prefill_attention", "decode_attention"),
+    "moe": ("fused_moe",),
+    "router": ("router_gemm", "route_topk"),
+}
+"""Which operators an option chooses the form of."""
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
@@ -67,7 +75,13 @@ def _add_sampling(group: Any) -> None:
 
 def _add_execution(group: Any) -> None:
     group.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights")
-    group.add_argument("--kv-cache-dtype", choices=_KV_DTYPES, default="auto")
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=_KV_DTYPES,
+        default="auto",
+        help="auto: the weights'; fp8: with the checkpoint's static scales, or 1; fp8-dynamic: K "
+        "with a scale per token and head",
+    )
     group.add_argument(
         "--page-size",
         type=int,
@@ -75,12 +89,12 @@ def _add_execution(group: Any) -> None:
         default=DEFAULT_PAGE_SIZE,
         help="tokens per page of the KV cache",
     )
-    for operator in ("attention", "moe", "router"):
+    for option in _OPERATORS:
         group.add_argument(
-            f"--{operator}",
+            f"--{option}",
             choices=IMPLEMENTATIONS,
             default="auto",
-            help=f"form of the {operator} operators",
+            help=f"form of the {option} operators",
         )
     group.add_argument(
         "--burst",
@@ -146,6 +160,7 @@ def run(arguments: argparse.Namespace) -> None:
         loaded.model,
         page_size=arguments.page_size,
         kv_cache_dtype=_KV_DTYPES[arguments.kv_cache_dtype],
+        k_scales_per_token=arguments.kv_cache_dtype == "fp8-dynamic",
         burst=arguments.burst,
         early_exit=arguments.early_exit,
     )
@@ -184,6 +199,22 @@ def check_options(arguments: argparse.Namespace) -> None:
     SamplingParams.create(1, **given_sampling(arguments))
     for text in arguments.prompt or [arguments.chat]:
         _check_text(text)
+    for option in _OPERATORS:
+        if getattr(arguments, option) == "cuda":
+            _check_kernels(option)
+
+
+def _check_kernels(option: str) -> None:
+    """``cuda`` insists on kernels, which may be missing whatever the checkpoint."""
+    missing = [name for name in _OPERATORS[option] if _registry.OPERATORS[name].kernel is None]
+    reason = f"no CUDA kernel for {', '.join(missing)} in this version" if missing else None
+    if reason is None:
+        reason = _registry.unusable_reason() or (None if _registry.gpus() else "no CUDA device")
+    if reason is not None:
+        raise NotImplementedError(
+            f"generate: --{option} cuda cannot run here: {reason}; use --{option} auto, which "
+            "takes the kernels that there are"
+        )
 
 
 def _check_text(text: str) -> None:
@@ -260,7 +291,10 @@ def measured(generator: Generator) -> dict[str, Any]:
     if jax.default_backend() == "gpu" and stats.decode_steps:
         kv_dtype = jnp.dtype(generator.kv_cache_dtype or generator.model.dtype)
         read = generator.model.bytes_per_step(
-            stats.batch, round(stats.mean_kv_len), kv_dtype.itemsize
+            stats.batch,
+            round(stats.mean_kv_len),
+            kv_dtype.itemsize,
+            generator.k_scales_per_token,
         )
         figures["gigabytes_per_second"] = read / stats.tpot_seconds / 1e9
     return figures

@@ -57,7 +57,12 @@ class GenerationStats:
 
     @property
     def tpot_seconds(self) -> float:
-        """Time per output token: of one decode step, whatever the batch."""
+        """Time per output token: of one decode step, whatever the batch.
+
+        Steps count up to the last token. Without ``early_exit`` the last burst still runs to its
+        end, without work for any sequence, and that is in the time: the figure of a text of few
+        bursts is an upper bound.
+        """
         return self.decode_seconds / self.decode_steps if self.decode_steps else 0.0
 
     @property
@@ -74,6 +79,8 @@ class Generator:
       model: a model of :mod:`jax_hpc.models` with its weights.
       page_size: tokens per page of the KV cache.
       kv_cache_dtype: bf16, float32 or float8_e4m3fn; the model's dtype by default.
+      k_scales_per_token: of an fp8 cache: quantise K with a scale per token and head, instead of
+        the model's static scale.
       burst: decode steps between two looks of the host at the tokens.
       prefill_chunk: prompt tokens of one prefill step, over all sequences.
       early_exit: see :func:`jax_hpc.decode.make_decode_loop`.
@@ -85,6 +92,7 @@ class Generator:
         *,
         page_size: int = DEFAULT_PAGE_SIZE,
         kv_cache_dtype: jax.typing.DTypeLike | None = None,
+        k_scales_per_token: bool = False,
         burst: int = 16,
         prefill_chunk: int = 512,
         early_exit: bool = False,
@@ -101,6 +109,7 @@ class Generator:
         self.params = params_of(model)
         self.page_size = page_size
         self.kv_cache_dtype = kv_cache_dtype
+        self.k_scales_per_token = k_scales_per_token
         self.burst = burst
         self.prefill_chunk = prefill_chunk
         self.stats = GenerationStats()
@@ -238,7 +247,12 @@ class Generator:
             if uses_penalties
             else None,
         )
-        cache = self.model.new_cache(num_pages, self.page_size, self.kv_cache_dtype)
+        cache = self.model.new_cache(
+            num_pages,
+            self.page_size,
+            self.kv_cache_dtype,
+            k_scales_per_token=self.k_scales_per_token,
+        )
         return state, cache
 
     def _compile(

@@ -234,8 +234,13 @@ class Qwen3MoE(nnx.Module):
         num_pages: int,
         page_size: int = DEFAULT_PAGE_SIZE,
         dtype: jax.typing.DTypeLike | None = None,
+        *,
+        k_scales_per_token: bool = False,
     ) -> PagedKVCache:
-        """A cache of zeros in this model's shapes; dtype defaults to the model's."""
+        """A cache of zeros in this model's shapes; dtype defaults to the model's.
+
+        With ``k_scales_per_token`` an fp8 K is quantised with a scale per token and head.
+        """
         return PagedKVCache.zeros(
             num_layers=self.config.num_layers,
             num_pages=num_pages,
@@ -243,6 +248,7 @@ class Qwen3MoE(nnx.Module):
             head_dim=self.config.head_dim,
             page_size=page_size,
             dtype=dtype or self.dtype,
+            k_scales_per_token=k_scales_per_token,
         )
 
     def checkpoint_plan(self) -> list[LoadItem]:
@@ -250,7 +256,9 @@ class Qwen3MoE(nnx.Module):
         terms = _router_terms(self.dtype)
         return qwen3_moe_checkpoint.plan(self.config, terms)
 
-    def bytes_per_step(self, batch: int, kv_len: int, kv_itemsize: int) -> int:
+    def bytes_per_step(
+        self, batch: int, kv_len: int, kv_itemsize: int, k_scales_per_token: bool = False
+    ) -> int:
         """Bytes that one decode step must read: weights in use, and K and V of every sequence.
 
         Experts are counted as expected under uniform routing of ``batch`` tokens.
@@ -263,6 +271,7 @@ class Qwen3MoE(nnx.Module):
         config = self.config
         untouched = (1 - config.experts_per_token / config.num_experts) ** batch
         head = sizes["embed_tokens"] if self.lm_head is None else 0
-        kv_values = config.num_layers * batch * kv_len * config.num_kv_heads * config.head_dim
+        kv_heads = config.num_layers * batch * kv_len * config.num_kv_heads
+        head_bytes = 2 * config.head_dim * kv_itemsize + 4 * k_scales_per_token
         experts = round(sizes["experts"] * (1 - untouched))
-        return sizes["rest"] + head + experts + 2 * kv_values * kv_itemsize
+        return sizes["rest"] + head + experts + kv_heads * head_bytes

@@ -15,7 +15,7 @@ from flax import nnx
 from jax_hpc.cache import pages_for
 from jax_hpc.generate import Generator
 from jax_hpc.loading import load_model
-from jax_hpc.models import Qwen3MoEConfig
+from jax_hpc.models import Qwen3MoE, Qwen3MoEConfig
 from jax_hpc.step import StepInputs
 from tests.support import golden_checkpoints, tiny_models
 from tests.support.numerics import assert_close, cosine
@@ -51,7 +51,9 @@ def golden(name: str) -> dict[str, np.ndarray]:
         return dict(stored)
 
 
-def logits_of(model: Any, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def logits_of(
+    model: Any, tokens: np.ndarray, positions: np.ndarray, **cache_options: Any
+) -> np.ndarray:
     """Logits at some positions of a prompt, by one prefill step."""
     count = len(tokens)
     width = pages_for(count, PAGE)
@@ -73,7 +75,8 @@ def logits_of(model: Any, tokens: np.ndarray, positions: np.ndarray) -> np.ndarr
         hidden, _ = model(inputs, cache)
         return model.logits(hidden[positions])
 
-    return np.asarray(run(params, inputs, model.new_cache(width, PAGE), positions))
+    cache = model.new_cache(width, PAGE, **cache_options)
+    return np.asarray(run(params, inputs, cache, positions))
 
 
 PROMPTS = [
@@ -233,6 +236,37 @@ def test_bytes_per_step_counts_what_is_read() -> None:
     many = model.bytes_per_step(batch=1000, kv_len=10, kv_itemsize=1)
     kv = 2 * config.num_layers * 1000 * 10 * config.num_kv_heads * config.head_dim
     assert many == rest + experts + kv
+    scaled = model.bytes_per_step(1000, 10, 1, k_scales_per_token=True)
+    assert scaled - many == 4 * config.num_layers * 1000 * 10 * config.num_kv_heads
+
+
+def test_dynamic_k_scales_follow_the_keys(rng: np.random.Generator) -> None:
+    """Keys far beyond e4m3's range saturate at a static scale of 1, not at their own scales."""
+    model = tiny_models.qwen3_moe(num_layers=1, sparse_layers=(True,))
+    attention = model.layers[0].self_attn
+    attention.k_norm[...] = attention.k_norm[...] * 4000
+    attention.scale = 1 / 4000
+    prompt, positions = rng.integers(0, 96, 40), np.arange(40)
+    fp8 = dict(dtype=jnp.float8_e4m3fn)
+    exact = logits_of(model, prompt, positions)
+    static = logits_of(model, prompt, positions, **fp8)
+    dynamic = logits_of(model, prompt, positions, **fp8, k_scales_per_token=True)
+    near, far = (float(np.linalg.norm(logits - exact)) for logits in (dynamic, static))
+    assert 0 < near < 0.25 * far, (near, far)
+    assert cosine(dynamic, exact) > 0.98
+
+    made = []
+
+    def new_cache(*arguments: Any, **options: Any) -> Any:
+        made.append(Qwen3MoE.new_cache(model, *arguments, **options))
+        return made[-1]
+
+    model.new_cache = new_cache
+    runner = Generator(model, burst=4, kv_cache_dtype=jnp.float8_e4m3fn, k_scales_per_token=True)
+    bursts = list(runner.stream([prompt.tolist(), [5]], max_new_tokens=6))
+    tokens = np.concatenate([burst.tokens for burst in bursts])[:6]
+    assert tokens.shape == (6, 2) and ((tokens >= 0) & (tokens < 96)).all()
+    assert [layer.k_scale_pages is not None for layer in made[0].layers] == [True]
 
 
 def test_inactive_rows_cost_no_expert() -> None:
