@@ -2,8 +2,9 @@
 
     python scripts/train_demo_checkpoint.py --out models/demo_checkpoint
 
-Needs jax, optax, tokenizers and safetensors; not jax_hpc. A few minutes on one recent GPU; on a
-CPU use --steps to try it out. Seeds are fixed; a GPU's sums may differ in their last bits.
+Needs ``pip install jax optax tokenizers safetensors`` (no extra of jax_hpc, which it does not
+import, has all of them). A few minutes on one recent GPU; on a CPU use --steps to try it out.
+Seeds are fixed; a GPU's sums may differ in their last bits.
 """
 
 from __future__ import annotations
