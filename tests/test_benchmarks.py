@@ -371,7 +371,6 @@ def test_the_whole_report(tmp_path):
 
 
 def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
     from benchmarks.plots import plot
 
     path = plot(BENCHMARK, [synthetic("cuda", 8, 7.0)], PEERS, tmp_path)
