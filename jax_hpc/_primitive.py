@@ -128,16 +128,15 @@ class Operator:
 
     @functools.cached_property
     def _run(self) -> Callable[..., list[jax.Array]]:
-        # One jitted function per form: layers of equal shapes share a trace and a HLO function.
-        def run(*leaves: jax.Array, tree: Any, params: Any, truth: bool) -> list[jax.Array]:
-            form = self.reference if truth else self.xla
-            return jax.tree.leaves(form(jax.tree.unflatten(tree, leaves), params))
+        # Jitted, so that layers of equal shapes share a trace and a HLO function.
+        def run(*leaves: jax.Array, tree: Any, params: Any) -> list[jax.Array]:
+            return jax.tree.leaves(self.xla(jax.tree.unflatten(tree, leaves), params))
 
         run.__name__ = self.name
-        return jax.jit(run, static_argnames=("tree", "params", "truth"))
+        return jax.jit(run, static_argnames=("tree", "params"))
 
     def _lower_xla(self, ctx: Any, *values: Any, tree: Any, params: Any) -> Any:
-        run = functools.partial(self._run, tree=tree, params=params, truth=False)
+        run = functools.partial(self._run, tree=tree, params=params)
         # A form is arithmetic of one device: inside shard_map it need not know over which axes
         # its values vary, and its loops may start from constants. Nor does it choose shardings
         # on a mesh of explicit axes: XLA's partitioner does, as on one of automatic axes.
