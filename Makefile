@@ -25,7 +25,8 @@ BUILD := --no-deps --no-build-isolation -C build-dir=build/{wheel_tag} -C cmake.
 # A GPU's memory is shared by the test processes.
 TEST_ENV := PYTHONSAFEPATH=1 $(if $(GPU),XLA_PYTHON_CLIENT_PREALLOCATE=false)
 
-.PHONY: help venv install dev test demo wheel lint format docs toolkit-test gpu-test gpu-bench bench-report clean
+.PHONY: help venv install dev test demo wheel lint format docs toolkit-test gpu-test gpu-bench bench-report \
+	kernel-tests gpu-sanitize clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -107,6 +108,19 @@ gpu-bench: ## measure OP=router of WHEEL=dist/x.whl; ROWS=, IMPLS=, BUDGET= (sec
 
 bench-report: $(VENV)/installed ## compare benchmarks/results with the recorded peers
 	@$(BIN)/python -m benchmarks.report $(if $(OP),--op $(OP))
+
+kernel-tests: $(VENV)/packages ## build cuda/tests into dist/kernel_tests: kernels without JAX
+	@export PATH="$(abspath $(BIN)):$$PATH"; \
+	cmake -S . -B build/kernel_tests -G Ninja -DCMAKE_BUILD_TYPE=Release \
+		-DSKBUILD_PROJECT_VERSION=0 -DJAX_HPC_KERNEL_TESTS=ON -DJAX_HPC_WERROR=ON \
+		-DPython_EXECUTABLE="$$(command -v python)" -Dnanobind_DIR="$$(python -m nanobind --cmake_dir)"; \
+	cmake --build build/kernel_tests --target kernel_tests
+	@mkdir -p dist && cp -r build/kernel_tests/kernel_tests dist/ && ls -l dist/kernel_tests
+
+gpu-sanitize: ## run compute-sanitizer over dist/kernel_tests, on a machine with a Hopper GPU
+	@for program in dist/kernel_tests/*; do for tool in memcheck racecheck synccheck; do \
+		echo "== $$tool $$program"; compute-sanitizer --tool $$tool --error-exitcode 3 $$program check; \
+	done; done
 
 clean: ## remove what make made, the virtual environment included
 	@rm -rf build dist site .pytest_cache .ruff_cache $(VENV)

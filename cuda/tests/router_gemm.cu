@@ -1,0 +1,292 @@
+// The router product without JAX: every configuration against float64, and how long each takes.
+//
+//   router_gemm check          small problems, all configurations; quick under compute-sanitizer
+//   router_gemm time H E [T..] all configurations of a router by time, best first
+//
+// Built by `make kernel-tests`.
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "router_gemm/heuristics.h"
+#include "router_gemm/launch.h"
+
+namespace {
+
+using jax_hpc::router_gemm::Config;
+using jax_hpc::router_gemm::Kernel;
+using jax_hpc::router_gemm::Problem;
+
+void require(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  std::cerr << what << ": " << cudaGetErrorString(status) << "\n";
+  std::exit(2);
+}
+
+// An array on the device that lives as long as the scope.
+template <class T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(size_t size) : size_(size) {
+    require(cudaMalloc(&data_, size * sizeof(T)), "cudaMalloc");
+  }
+  ~DeviceArray() { cudaFree(data_); }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
+
+  T* data() const { return data_; }
+  void poison() { require(cudaMemset(data_, 0xff, size_ * sizeof(T)), "cudaMemset"); }
+  std::vector<T> host() const {
+    std::vector<T> copy(size_);
+    require(cudaMemcpy(copy.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost),
+            "cudaMemcpy");
+    return copy;
+  }
+
+ private:
+  T* data_ = nullptr;
+  size_t size_;
+};
+
+// Random numbers from a counter: the same on every machine.
+
+__device__ uint32_t mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+__device__ float normal(size_t index, uint32_t seed) {
+  const uint32_t key = mix(static_cast<uint32_t>(index) + mix(seed));
+  const float radius = (static_cast<float>(key) + 1.0f) * 0x1p-32f;
+  const float turn = static_cast<float>(mix(key + 1)) * 0x1p-32f;
+  return sqrtf(-2.0f * logf(radius)) * cospif(2.0f * turn);
+}
+
+__global__ void fill_activations(__nv_bfloat16* x, size_t size, uint32_t seed, bool positive) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
+       i += size_t{gridDim.x} * blockDim.x) {
+    const float value = normal(i, seed);
+    x[i] = __float2bfloat16(positive ? fabsf(value) : value);
+  }
+}
+
+__global__ void fill_weights(__nv_bfloat16* parts, float* full, size_t size, int terms,
+                             uint32_t seed, bool positive) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
+       i += size_t{gridDim.x} * blockDim.x) {
+    float rest = normal(i, seed) * 0.05f;
+    if (positive) rest = fabsf(rest);
+    full[i] = rest;
+    for (int term = 0; term < terms; ++term) {
+      parts[term * size + i] = __float2bfloat16(rest);
+      rest = (rest - __bfloat162float(parts[term * size + i])) * 256.0f;
+    }
+  }
+}
+
+// One logit a thread: the float64 product, and the sum of magnitudes that the bounds refer to.
+__global__ void reference(Problem p, const __nv_bfloat16* x, const float* w, double* logits,
+                          double* magnitudes) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (i >= p.tokens * p.experts) return;
+  double sum = 0;
+  double magnitude = 0;
+  for (int k = 0; k < p.hidden; ++k) {
+    const double product =
+        static_cast<double>(__bfloat162float(x[int64_t{i / p.experts} * p.hidden + k])) *
+        static_cast<double>(w[int64_t{i % p.experts} * p.hidden + k]);
+    sum += product;
+    magnitude += fabs(product);
+  }
+  logits[i] = sum;
+  magnitudes[i] = magnitude;
+}
+
+// Every configuration that the launcher has an instance of.
+std::vector<Config> all_configs(const Problem& p) {
+  std::vector<Config> configs;
+  for (const int cluster : {1, 2, 4, 8}) {
+    for (const int tokens : {8, 16, 32, 64}) {
+      for (const int experts : {16, 32}) {
+        const bool exists = tokens < 64 || (experts == 32 && p.terms < 3);
+        if (exists) configs.push_back({Kernel::kStream, tokens, experts, cluster});
+      }
+    }
+    for (const int experts : {64, 96, 128}) {
+      if (p.hidden % 8 == 0 && (experts < 128 || p.terms < 3)) {
+        configs.push_back({Kernel::kTiled, 128, experts, cluster});
+      }
+    }
+  }
+  return configs;
+}
+
+// Worst error over all logits, in units of the sum of magnitudes; infinity for a logit that was
+// not written, a write beyond the end, or a second run with other bits.
+double worst_error(const Problem& p, const Config& config, bool positive, uint32_t seed) {
+  constexpr size_t kGuard = 64;
+  const size_t x_size = size_t(p.tokens) * p.hidden;
+  const size_t w_size = size_t(p.experts) * p.hidden;
+  const size_t size = size_t(p.tokens) * p.experts;
+  DeviceArray<__nv_bfloat16> x(x_size);
+  DeviceArray<__nv_bfloat16> parts(w_size * p.terms);
+  DeviceArray<float> full(w_size);
+  DeviceArray<float> logits(size + kGuard);
+  DeviceArray<double> truth(size);
+  DeviceArray<double> magnitude(size);
+  fill_activations<<<64, 256>>>(x.data(), x_size, seed, positive);
+  fill_weights<<<64, 256>>>(parts.data(), full.data(), w_size, p.terms, seed + 1, positive);
+  reference<<<static_cast<int>(size / 128 + 1), 128>>>(p, x.data(), full.data(), truth.data(),
+                                                       magnitude.data());
+  const auto run = [&] {
+    logits.poison();
+    require(jax_hpc::router_gemm::launch(p, config, x.data(), parts.data(), logits.data(), nullptr),
+            "launch");
+    require(cudaDeviceSynchronize(), "kernel");
+    return logits.host();
+  };
+  const std::vector<float> got = run();
+  const std::vector<float> again = run();
+  if (std::memcmp(got.data(), again.data(), got.size() * sizeof(float)) != 0) return INFINITY;
+  const std::vector<double> want = truth.host();
+  const std::vector<double> scale = magnitude.host();
+  double worst = 0;
+  for (size_t i = 0; i < size; ++i) {
+    const double error = std::abs(got[i] - want[i]) / scale[i];
+    worst = std::isnan(error) ? INFINITY : std::max(worst, error);
+  }
+  for (size_t i = size; i < got.size(); ++i) {
+    if (!std::isnan(got[i])) return INFINITY;  // poison is NaN
+  }
+  return worst;
+}
+
+int check() {
+  // None of the sizes fills a tile; one hidden size is not 16-byte aligned.
+  const int shapes[][3] = {{1, 8, 1}, {13, 520, 70}, {67, 1000, 33}, {130, 96, 257}, {5, 123, 19}};
+  const double bounds[] = {std::ldexp(1, -8), std::ldexp(1, -16), std::ldexp(1, -21)};
+  int failures = 0;
+  int runs = 0;
+  for (int terms = 1; terms <= 3; ++terms) {
+    for (const auto& [tokens, hidden, experts] : shapes) {
+      const Problem problem{tokens, hidden, experts, terms};
+      for (const Config& config : all_configs(problem)) {
+        for (const bool positive : {false, true}) {
+          const double error = worst_error(problem, config, positive, static_cast<uint32_t>(runs));
+          ++runs;
+          if (error <= bounds[terms - 1]) continue;
+          ++failures;
+          std::cout << problem << ", " << config << (positive ? ", all positive" : "")
+                    << ": error 2^" << std::log2(error) << "\n";
+        }
+      }
+    }
+  }
+  std::cout << runs - failures << " passed, " << failures << " failed\n";
+  return failures == 0 ? 0 : 1;
+}
+
+// Microseconds of one call with cold operands: a graph of calls on more than 200 MB of distinct
+// arrays, the median of 15 replays; negative where there is no such instance.
+double time_of(const Problem& p, const Config& config) {
+  const size_t x_size = size_t(p.tokens) * p.hidden;
+  const size_t w_size = size_t(p.experts) * p.hidden * p.terms;
+  const size_t size = size_t(p.tokens) * p.experts;
+  const int calls = static_cast<int>(std::max<size_t>(8, 220'000'000 / (2 * (x_size + w_size))));
+  DeviceArray<__nv_bfloat16> x(x_size * calls);
+  DeviceArray<__nv_bfloat16> parts(w_size * calls);
+  DeviceArray<float> logits(size * calls);
+  fill_activations<<<256, 256>>>(x.data(), x_size * calls, 1, false);
+  fill_activations<<<256, 256>>>(parts.data(), w_size * calls, 2, false);
+  cudaStream_t stream;
+  require(cudaStreamCreate(&stream), "cudaStreamCreate");
+  cudaGraph_t graph;
+  require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  bool exists = true;
+  for (int i = 0; i < calls && exists; ++i) {
+    exists =
+        jax_hpc::router_gemm::launch(p, config, x.data() + i * x_size, parts.data() + i * w_size,
+                                     logits.data() + i * size, stream) == cudaSuccess;
+  }
+  require(cudaStreamEndCapture(stream, &graph), "capture");
+  std::vector<float> times;
+  if (exists) {
+    cudaGraphExec_t program;
+    require(cudaGraphInstantiate(&program, graph, 0), "cudaGraphInstantiate");
+    cudaEvent_t begin;
+    cudaEvent_t end;
+    require(cudaEventCreate(&begin), "cudaEventCreate");
+    require(cudaEventCreate(&end), "cudaEventCreate");
+    for (int i = 0; i < 18; ++i) {
+      require(cudaEventRecord(begin, stream), "cudaEventRecord");
+      require(cudaGraphLaunch(program, stream), "cudaGraphLaunch");
+      require(cudaEventRecord(end, stream), "cudaEventRecord");
+      require(cudaEventSynchronize(end), "cudaEventSynchronize");
+      float milliseconds = 0;
+      require(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime");
+      if (i >= 3) times.push_back(milliseconds);  // after three rounds of warm-up
+    }
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    cudaGraphExecDestroy(program);
+  }
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+  if (times.empty()) return -1;
+  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+  return 1000.0 * times[times.size() / 2] / calls;
+}
+
+void print_times(int hidden, int experts, int tokens, int terms, int num_sms) {
+  const Problem problem{tokens, hidden, experts, terms};
+  std::vector<std::pair<double, std::string>> rows;
+  for (const Config& config : all_configs(problem)) {
+    const double microseconds = time_of(problem, config);
+    std::ostringstream name;
+    name << config;
+    if (microseconds > 0) rows.emplace_back(microseconds, name.str());
+  }
+  std::sort(rows.begin(), rows.end());
+  std::ostringstream chosen;
+  chosen << jax_hpc::router_gemm::choose(problem, num_sms);
+  std::cout << problem << "\n";
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const bool is_chosen = rows[i].second == chosen.str();
+    if (i < 6 || is_chosen) {
+      std::cout << "  " << rows[i].first << " us  " << rows[i].second
+                << (is_chosen ? "  <- chosen" : "") << "\n";
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  int num_sms = 0;
+  require(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0), "device 0");
+  const std::string command = argc > 1 ? argv[1] : "";
+  if (command == "check") return check();
+  if (command != "time" || argc < 4) {
+    std::cerr << "usage: router_gemm check | time H E [T ...]\n";
+    return 2;
+  }
+  std::vector<int> tokens;
+  for (int i = 4; i < argc; ++i) tokens.push_back(std::atoi(argv[i]));
+  if (tokens.empty()) tokens = {1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
+  for (const int count : tokens) {
+    for (const int terms : {2, 3}) {
+      print_times(std::atoi(argv[2]), std::atoi(argv[3]), count, terms, num_sms);
+    }
+  }
+  return 0;
+}
