@@ -24,16 +24,20 @@ def plot(
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(4.5 * len(panels), 4), squeeze=False, layout="constrained"
     )
+    series_of = {panel: _series(benchmark, ours, baselines, panel) for panel in panels}
+    # One colour for a name in every panel: not all panels have all names.
+    names = list(dict.fromkeys(name for series in series_of.values() for name in series))
+    colours = {name: f"C{i % 10}" for i, name in enumerate(n for n in names if n != "floor")}
     for axis, panel in zip(axes[0], panels, strict=True):
         cases = [c for c in benchmark.cases if panel is None or c[first] == panel]
         ticks = [case[last] for case in cases]
-        for name, times in _series(benchmark, ours, baselines, panel).items():
+        for name, times in series_of[panel].items():
             places = [i for i, tick in enumerate(ticks) if tick in times]
             axis.plot(
                 places,
                 [times[ticks[i]] for i in places],
                 label=name,
-                **_style(name, benchmark),
+                **_style(name, benchmark, colours),
             )
         axis.set_yscale("log")
         axis.set_xticks(range(len(ticks)), [str(tick) for tick in ticks], rotation=60)
@@ -69,11 +73,12 @@ def _series(
     return series
 
 
-def _style(name: str, benchmark: Benchmark) -> dict[str, object]:
+def _style(name: str, benchmark: Benchmark, colours: dict[str, str]) -> dict[str, object]:
     if name == "floor":
         return {"color": "black", "linestyle": ":", "linewidth": 1}
     ours = name.partition(":")[0] in benchmark.judged
     return {
+        "color": colours[name],
         "marker": "o",
         "markersize": 3,
         "linewidth": 2.2 if ours else 1,
