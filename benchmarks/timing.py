@@ -27,6 +27,8 @@ COLD_BYTES = 200_000_000
 """Distinct bytes of a pass, several times the 60 MB of an H200's L2."""
 MIN_LAYERS = 8
 """XLA makes a graph of five commands or more; a model has many layers."""
+MIN_PASSES = 2
+"""XLA replaces a loop that runs once by its body."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +118,7 @@ def measure(
     layers = [operands for operands, _ in made]
     carry = first_carry(workload, layers, [state for _, state in made])
     del made  # the states are donated
-    passes = max(1, math.ceil(repeat_seconds * 1e6 / (count * estimate_us)))
+    passes = max(MIN_PASSES, math.ceil(repeat_seconds * 1e6 / (count * estimate_us)))
     loop = jax.jit(looped(workload.call, passes), donate_argnums=1)
     compiled = loop.lower(layers, carry).compile()
     check_loop(compiled)

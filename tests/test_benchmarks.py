@@ -144,6 +144,12 @@ def test_measure():
     assert 0.05 < measured.us < 5000
 
 
+def test_calls_longer_than_a_repeat_still_run_in_a_loop():
+    timing.measure(
+        product_workload(), estimate_us=1e6, cold_bytes=1, seconds=0.001, repeat_seconds=0.001
+    )
+
+
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
 def test_an_operator_that_did_nothing_is_an_error(value):
     with pytest.raises(RuntimeError, match="NaN, infinities or only zeros"):
