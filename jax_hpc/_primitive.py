@@ -179,21 +179,24 @@ class Operator:
         self, ctx: Any, kernel: Kernel, values: Any, operands: Any, params: Any
     ) -> Any:
         results = self.shape_rule(operands, params)
-        inputs = list(kernel.inputs(operands))
         workspaces = [
             jax.core.ShapedArray(w.shape, jnp.dtype(w.dtype))
             for w in kernel.workspaces(operands, params)
         ]
+        # By place, not by value: operands of equal type may share one type object.
+        places = list(kernel.inputs(_places(operands)))
         lowering = jax.ffi.ffi_lowering(
             kernel.target,
             operand_output_aliases={
-                _index_of(inputs, getattr(operands, source)): _leaf_index(results, target)
+                places.index(getattr(_places(operands), source)): getattr(_places(results), target)
                 for source, target in kernel.aliases.items()
                 if getattr(operands, source) is not None
             },
         )
         num_results = len(ctx.avals_out)
-        ctx = ctx.replace(avals_in=inputs, avals_out=[*ctx.avals_out, *workspaces])
+        ctx = ctx.replace(
+            avals_in=list(kernel.inputs(operands)), avals_out=[*ctx.avals_out, *workspaces]
+        )
         outputs = lowering(ctx, *kernel.inputs(values), **kernel.attributes(operands, params))
         return list(outputs)[:num_results]
 
@@ -331,18 +334,10 @@ def _replicated(mesh: Any, rank: int) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * rank))
 
 
-def _index_of(items: Sequence[Any], item: Any) -> int:
-    return next(index for index, other in enumerate(items) if other is item)
-
-
-def _leaf_index(tree: Any, field: str) -> int:
-    """Index of the single leaf of ``field`` among the leaves of a NamedTuple."""
-    index = 0
-    for name, value in tree._asdict().items():
-        if name == field:
-            return index
-        index += len(jax.tree.leaves(value))
-    raise KeyError(field)
+def _places(tree: Any) -> Any:
+    """The tree with the index of each leaf in its place."""
+    structure = jax.tree.structure(tree)
+    return jax.tree.unflatten(structure, range(structure.num_leaves))
 
 
 def _refuse_automatic_sharding(name: str, axis_context: Any) -> None:

@@ -125,6 +125,38 @@ def test_cuda_lowering_names_target_attributes_alias_and_workspace(no_gpu: None)
     assert call.rstrip().endswith("(tensor<3x2xf32>, tensor<4x2xf32>, tensor<3x7xi32>)"), call
 
 
+class Caches(NamedTuple):
+    scale: jax.Array
+    k: Any
+    v: Any
+
+
+def test_each_of_two_equal_caches_is_written_in_its_own_place(no_gpu: None) -> None:
+    """JAX may give operands of equal type one type object: aliases go by place."""
+    kernel = Kernel(
+        "jax_hpc.pair.v1",
+        unsupported=lambda *_: None,
+        attributes=lambda *_: {},
+        inputs=lambda o: (o.v, o.k, o.scale),
+        aliases={"k": "k", "v": "v"},
+    )
+    pair = Operator(
+        "pair",
+        shape_rule=lambda o, _: Caches(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in o)),
+        reference=lambda o, _: o,
+        kernel=kernel,
+        gradient="use jnp",
+    )
+    given = Caches(jnp.zeros(()), jnp.zeros((4, 2)), jnp.ones((4, 2)))
+    traced = jax.jit(lambda o: pair(o, Params(1.0), implementation="auto")).trace(given)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    aliases = re.findall(
+        r"output_tuple_indices = \[(\d)\],\s+operand_index = (\d)", text.replace("\n", " ")
+    )
+    # The handler takes v, k, scale; the results are scale, k, v.
+    assert set(aliases) == {("1", "1"), ("2", "0")}, text
+
+
 def test_both_platforms_in_one_program(no_gpu: None) -> None:
     text = lower(make(KERNEL), "auto", ("cpu", "cuda"))
     assert text.count("@jax_hpc.toy.v1") == 1
