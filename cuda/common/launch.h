@@ -16,6 +16,9 @@ struct LaunchShape {
   int threads = 0;
   int shared_bytes = 0;
   int cluster = 1;  // CTAs along x that share a cluster
+  // Programmatic dependent launch: the kernel may start while the one before it in the stream still
+  // runs, and waits for it itself (wait_for_previous_kernel).
+  bool overlaps_previous = false;
 };
 
 // Returns the launch's own status, never an earlier call's. The function attributes are set on
@@ -30,23 +33,25 @@ cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, cuda
         function, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
     if (status != cudaSuccess) return status;
   }
-  if (shape.cluster > kPortableCluster) {
-    const cudaError_t status =
-        cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    if (status != cudaSuccess) return status;
-  }
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
-  attribute.val.clusterDim.y = 1;
-  attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
+    cluster.val.clusterDim.y = 1;
+    cluster.val.clusterDim.z = 1;
+  }
+  if (shape.overlaps_previous) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }
 

@@ -34,6 +34,17 @@ __device__ __forceinline__ void leave_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
 }
 
+// Programmatic dependent launch (LaunchShape::overlaps_previous). A kernel launched so waits before
+// it touches any buffer that an earlier kernel may use, on every path.
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+// The next kernel may start once every CTA of this one has said so or ended.
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // Barriers in shared memory (mbarrier).
 
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, uint32_t arrivals) {
