@@ -1,6 +1,7 @@
-"""One small call of every operator, for tests that hold for all of them."""
+"""Small calls of every operator, and of every kernel, for tests that hold for all of them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jax_hpc
+from jax_hpc import _registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +41,13 @@ def _integers(values: Any) -> jax.Array:
     return jnp.asarray(values, jnp.int32)
 
 
-def _router_gemm(rng: np.random.Generator) -> Call:
-    weight = jax_hpc.split_router_weight(_array(rng, 16, 32))
+def _router_gemm(rng: np.random.Generator, tokens: int = 8, hidden: int = 32) -> Call:
+    weight = jax_hpc.split_router_weight(_array(rng, 16, hidden))
 
     def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
         return jax_hpc.router_gemm(x, rest, implementation=implementation)
 
-    return Call("router_gemm", run, _array(rng, 8, 32), weight, P("t"), P(), P("t"))
+    return Call("router_gemm", run, _array(rng, tokens, hidden), weight, P("t"), P(), P("t"))
 
 
 def _route_topk(rng: np.random.Generator) -> Call:
@@ -161,3 +163,32 @@ MAKERS = {
     "route_topk": _route_topk,
     "router_gemm": _router_gemm,
 }
+
+# Operators whose kernels have several paths, each with its own call.
+_PATHS = {
+    "router_gemm": {
+        "few tokens": _router_gemm,
+        "many tokens": functools.partial(_router_gemm, tokens=520, hidden=128),
+        "unaligned rows": functools.partial(_router_gemm, tokens=24, hidden=33),
+    }
+}
+
+
+def kernel_makers() -> dict[str, Callable[[np.random.Generator], Call]]:
+    """A maker of a call that a kernel takes, for every path of every operator that has one."""
+    makers = {}
+    for name in sorted(name for name, op in _registry.OPERATORS.items() if op.kernel is not None):
+        for path, make in _PATHS.get(name, {"": MAKERS[name]}).items():
+            makers[f"{name}: {path}" if path else name] = functools.partial(_for_kernel, make)
+    return makers
+
+
+def _for_kernel(make: Callable[[np.random.Generator], Call], rng: np.random.Generator) -> Call:
+    """The call bound to its kernel, with activations in bf16 where it takes no others."""
+    call = make(rng)
+    run = functools.partial(call.run, implementation="cuda")
+    try:
+        jax.eval_shape(run, call.x, call.rest)
+    except NotImplementedError:
+        call = dataclasses.replace(call, x=call.x.astype(jnp.bfloat16))
+    return dataclasses.replace(call, run=run)
