@@ -75,9 +75,7 @@ def driver_calls() -> Iterator[DriverCalls]:
     """Count the driver calls of the whole process while the context is open."""
     calls = DriverCalls()
 
-    def note(
-        _user: object, _domain: int, _id: int, data: "ctypes._Pointer[_CallbackData]"
-    ) -> None:
+    def note(_user: object, _domain: int, _id: int, data: Any) -> None:
         fields = data.contents
         if fields.site != _ENTER or fields.function_name is None:
             return
