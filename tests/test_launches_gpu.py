@@ -138,7 +138,9 @@ def test_graphs_on_other_addresses(call: Call) -> None:
     kept, addresses = [], set()
     for turn in range(4):
         layers = layers_of(call, first=turn)
-        _, results, _ = loop(layers)
+        with driver_calls() as calls:
+            _, results, _ = loop(layers)
+        assert calls.graphs == 4, dict(calls)
         kept.append((layers, results))  # alive, so that the next turn's lie elsewhere
         addresses.add(jax.tree.leaves(layers)[0].unsafe_buffer_pointer())
         addresses.add(jax.tree.leaves(results)[0].unsafe_buffer_pointer())
