@@ -18,7 +18,6 @@ _DRIVER_API = 1
 _ENTER = 0
 _LAUNCH = re.compile(r"cuLaunch(Cooperative)?Kernel")
 _MOVES = re.compile(r"cuMem(cpy|set)")
-_WAITS = re.compile(r"cu\w*Synchronize")
 
 
 class _CallbackData(ctypes.Structure):
@@ -63,11 +62,6 @@ class DriverCalls(collections.Counter[str]):
     def moves(self) -> int:
         """Copies and fills."""
         return self._sum(_MOVES)
-
-    @property
-    def waits(self) -> int:
-        """Calls in which the host waits for the device."""
-        return self._sum(_WAITS)
 
 
 @contextlib.contextmanager
