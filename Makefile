@@ -15,7 +15,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 REQUIREMENTS := $(BIN)/python scripts/requirements.py
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 CUDA_SOURCES := $(wildcard cuda/*/*)
-BUILD_SOURCES := pyproject.toml CMakeLists.txt $(wildcard build_backend/*.py) $(CUDA_SOURCES)
+BUILD_SOURCES := pyproject.toml CMakeLists.txt scripts/strict_nvcc.py $(wildcard build_backend/*.py) $(CUDA_SOURCES)
 
 # One build tree for the editable install and the wheel, kept between builds; warnings are errors.
 # One compiler per core: nvcc takes gigabytes.
