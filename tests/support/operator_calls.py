@@ -57,6 +57,16 @@ def _route_topk(rng: np.random.Generator) -> Call:
     return Call("route_topk", run, _array(rng, 8, 16), _array(rng, 16), P("t"), P(), P("t"))
 
 
+def _router_topk(rng: np.random.Generator) -> Call:
+    weight, bias = jax_hpc.split_router_weight(_array(rng, 16, 32)), _array(rng, 16)
+
+    def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
+        weight, bias = rest
+        return jax_hpc.router_topk(x, weight, 3, bias=bias, implementation=implementation)
+
+    return Call("router_topk", run, _array(rng, 8, 32), (weight, bias), P("t"), P(), P("t"))
+
+
 def _pages(rng: np.random.Generator, heads: int) -> tuple[jax.Array, jax.Array]:
     return _array(rng, 6, heads, 16, 16), _array(rng, 6, heads, 16, 16)
 
@@ -162,6 +172,7 @@ MAKERS = {
     "qk_norm_rope_append": _qk_norm_rope_append,
     "route_topk": _route_topk,
     "router_gemm": _router_gemm,
+    "router_topk": _router_topk,
 }
 
 # Operators whose kernels have several paths, each with its own call.
