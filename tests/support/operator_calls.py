@@ -50,21 +50,23 @@ def _router_gemm(rng: np.random.Generator, tokens: int = 8, hidden: int = 32) ->
     return Call("router_gemm", run, _array(rng, tokens, hidden), weight, P("t"), P(), P("t"))
 
 
-def _route_topk(rng: np.random.Generator) -> Call:
+def _route_topk(rng: np.random.Generator, experts: int = 16) -> Call:
     def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
         return jax_hpc.route_topk(x, 3, bias=rest, renormalize=True, implementation=implementation)
 
-    return Call("route_topk", run, _array(rng, 8, 16), _array(rng, 16), P("t"), P(), P("t"))
+    logits, bias = _array(rng, 8, experts), _array(rng, experts)
+    return Call("route_topk", run, logits, bias, P("t"), P(), P("t"))
 
 
-def _router_topk(rng: np.random.Generator) -> Call:
-    weight, bias = jax_hpc.split_router_weight(_array(rng, 16, 32)), _array(rng, 16)
+def _router_topk(rng: np.random.Generator, tokens: int = 8, hidden: int = 32) -> Call:
+    weight, bias = jax_hpc.split_router_weight(_array(rng, 16, hidden)), _array(rng, 16)
 
     def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
         weight, bias = rest
         return jax_hpc.router_topk(x, weight, 3, bias=bias, implementation=implementation)
 
-    return Call("router_topk", run, _array(rng, 8, 32), (weight, bias), P("t"), P(), P("t"))
+    x = _array(rng, tokens, hidden)
+    return Call("router_topk", run, x, (weight, bias), P("t"), P(), P("t"))
 
 
 def _pages(rng: np.random.Generator, heads: int) -> tuple[jax.Array, jax.Array]:
@@ -177,11 +179,19 @@ MAKERS = {
 
 # Operators whose kernels have several paths, each with its own call.
 _PATHS = {
+    "route_topk": {
+        "few experts": _route_topk,
+        "many experts": functools.partial(_route_topk, experts=1500),
+    },
     "router_gemm": {
         "few tokens": _router_gemm,
         "many tokens": functools.partial(_router_gemm, tokens=520, hidden=128),
         "unaligned rows": functools.partial(_router_gemm, tokens=24, hidden=33),
-    }
+    },
+    "router_topk": {
+        "few tokens": _router_topk,
+        "many tokens": functools.partial(_router_topk, tokens=520, hidden=128),
+    },
 }
 
 
