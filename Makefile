@@ -97,9 +97,9 @@ docs: $(VENV)/installed ## build the documentation site into site/
 toolkit-test: $(BIN)/python ## prove the build with NVIDIA's compiler wheels, in a fresh environment
 	@scripts/toolkit_test.sh $(BIN)/python
 
-gpu-test: ## run the GPU tests on WHEEL=dist/x.whl with this machine's own python3, installing nothing
+gpu-test: ## run the GPU tests on WHEEL=dist/x.whl with this machine's own python3, installing nothing; ARGS= for pytest
 	@test -n "$(WHEEL)" || { echo "usage: make gpu-test WHEEL=dist/jax_hpc-....whl" >&2; exit 2; }
-	@scripts/gpu_test.sh "$(WHEEL)"
+	@scripts/gpu_test.sh "$(WHEEL)" $(ARGS)
 
 gpu-bench: ## measure OP=router of WHEEL=dist/x.whl on all GPUs; ROWS=, IMPLS=, BUDGET= (seconds), PROCESSES=, ARGS=, OUT_DIR=
 	@test -n "$(WHEEL)" -a -n "$(OP)" || { echo "usage: make gpu-bench WHEEL=dist/jax_hpc-....whl OP=router [ROWS='hy3/*,*/64']" >&2; exit 2; }
