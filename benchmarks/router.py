@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from benchmarks.rows import Benchmark, Case, Row, floors
 from benchmarks.timing import Workload
-from jax_hpc import route_topk, router_gemm, router_topk, split_router_weight
+from jax_hpc import SplitWeight, route_topk, router_gemm, router_topk, split_router_weight
 from jax_hpc.ops.route_topk import RouteResult
 from jax_hpc.ops.route_topk import cases as topk_cases
 from jax_hpc.ops.router_gemm import cases
@@ -68,23 +68,41 @@ def fields(case: Case, impl: str) -> Row:
 
 
 def workload(case: Case, impl: str) -> Workload:
-    router = ROUTERS[case["shape"]]
     name, terms = parse(impl)
+    if name == "topk":
+        make = _logits_maker(case["shape"], case["m"])
+    else:
+        make = _maker(case["shape"], case["m"], terms, name in KEEPS_FULL or terms is None)
+    call = functools.partial(CALLS[name], case["shape"])
+    return Workload(make, lambda operands, state: (call(*operands), state), num_bytes(case, impl))
+
+
+# Impls that take the same operands share a maker, and a process compiles it once.
+
+
+@functools.cache
+def _maker(shape: str, m: int, terms: int | None, keep_full: bool) -> Callable[..., Any]:
+    router = ROUTERS[shape]
 
     def make(key: jax.Array) -> tuple[Any, tuple[()]]:
         keys = jax.random.split(key, 3)
-        bias = 0.01 * jax.random.normal(keys[2], (router.experts,), jnp.float32)
-        if name == "topk":
-            logits = jax.random.normal(keys[0], (case["m"], router.experts), jnp.float32)
-            return (logits, bias), ()
-        x = jax.random.normal(keys[0], (case["m"], router.hidden), jnp.bfloat16)
+        x = jax.random.normal(keys[0], (m, router.hidden), jnp.bfloat16)
         full = 0.02 * jax.random.normal(keys[1], (router.experts, router.hidden), jnp.float32)
-        if name == "bf16x3":
-            return (x, full, bias), ()
-        return (x, split_router_weight(full, terms or 1, keep_full=name in KEEPS_FULL), bias), ()
+        bias = 0.01 * jax.random.normal(keys[2], (router.experts,), jnp.float32)
+        return (x, split_router_weight(full, terms or TERMS, keep_full=keep_full), bias), ()
 
-    call = functools.partial(CALLS[name], case["shape"])
-    return Workload(make, lambda operands, state: (call(*operands), state), num_bytes(case, impl))
+    return make
+
+
+@functools.cache
+def _logits_maker(shape: str, m: int) -> Callable[..., Any]:
+    def make(key: jax.Array) -> tuple[Any, tuple[()]]:
+        keys = jax.random.split(key)
+        experts = ROUTERS[shape].experts
+        logits = jax.random.normal(keys[0], (m, experts), jnp.float32)
+        return (logits, 0.01 * jax.random.normal(keys[1], (experts,), jnp.float32)), ()
+
+    return make
 
 
 def _product(implementation: Any, shape: str, x: jax.Array, weight: Any, bias: Any) -> jax.Array:
@@ -92,11 +110,11 @@ def _product(implementation: Any, shape: str, x: jax.Array, weight: Any, bias: A
     return router_gemm(x, weight, implementation=implementation)
 
 
-def _bf16x3(shape: str, x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+def _bf16x3(shape: str, x: jax.Array, weight: SplitWeight, bias: jax.Array) -> jax.Array:
     del shape, bias
     return jax.lax.dot_general(
         x.astype(jnp.float32),
-        weight,
+        weight.full,
         (((1,), (1,)), ((), ())),
         precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
     )

@@ -270,9 +270,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--row-timeout", type=float, default=120, help="seconds for one row, compilation included"
     )
-    parser.add_argument("--seconds", type=float, default=0.2, help="of repeats per row")
+    parser.add_argument("--seconds", type=float, default=0.1, help="of repeats per row")
     parser.add_argument(
-        "--repeat-seconds", type=float, default=0.02, help="of one run of its loop"
+        "--repeat-seconds", type=float, default=0.01, help="of one run of its loop"
     )
     parser.add_argument("--cold-bytes", type=int, default=200_000_000, help="distinct, per pass")
     return parser

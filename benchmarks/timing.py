@@ -111,8 +111,8 @@ def measure(
     *,
     estimate_us: float,
     cold_bytes: int = COLD_BYTES,
-    seconds: float = 0.2,
-    repeat_seconds: float = 0.02,
+    seconds: float = 0.1,
+    repeat_seconds: float = 0.01,
     min_repeats: int = 3,
 ) -> Measurement:
     """Time one operator call.
