@@ -114,6 +114,24 @@ def test_a_graph_holds_one_capture_of_each_call(call: Call) -> None:
     assert calls.graphs == 4, said
 
 
+def test_graphs_on_other_addresses(call: Call) -> None:
+    """One compiled loop on fresh buffers gives what the calls give, at every address."""
+    loop = Loop(call, 4, layers_of(call), donate=False)
+    kept, addresses = [], set()
+    for turn in range(4):
+        layers = layers_of(call, first=turn)
+        with driver_calls() as calls:
+            _, results, _ = loop(layers)
+        assert calls.graphs == 4, dict(calls)
+        kept.append((layers, results))  # alive, so that the next turn's lie elsewhere
+        addresses.add(jax.tree.leaves(layers)[0].unsafe_buffer_pointer())
+        addresses.add(jax.tree.leaves(results)[0].unsafe_buffer_pointer())
+    assert len(addresses) == 8, addresses
+    for layers, results in kept:
+        for (x, rest), result in zip(layers, results, strict=True):
+            assert_same(result, call.run(x, rest))
+
+
 def test_kernels_of_one_call(call: Call, tmp_path: Path) -> None:
     """A jitted call runs so many kernels, all ours, and copies nothing."""
     run = jax.jit(call.run)
@@ -132,24 +150,6 @@ def test_kernels_of_a_loop(call: Call, tmp_path: Path) -> None:
     assert len(trace.ours) == steps * LAYERS * LAUNCHES.get(call.name, 1), trace
     assert len(trace.others) <= steps, trace
     assert not trace.moves, trace
-
-
-def test_graphs_on_other_addresses(call: Call) -> None:
-    """One compiled loop on fresh buffers gives what the calls give, at every address."""
-    loop = Loop(call, 4, layers_of(call), donate=False)
-    kept, addresses = [], set()
-    for turn in range(4):
-        layers = layers_of(call, first=turn)
-        with driver_calls() as calls:
-            _, results, _ = loop(layers)
-        assert calls.graphs == 4, dict(calls)
-        kept.append((layers, results))  # alive, so that the next turn's lie elsewhere
-        addresses.add(jax.tree.leaves(layers)[0].unsafe_buffer_pointer())
-        addresses.add(jax.tree.leaves(results)[0].unsafe_buffer_pointer())
-    assert len(addresses) == 8, addresses
-    for layers, results in kept:
-        for (x, rest), result in zip(layers, results, strict=True):
-            assert_same(result, call.run(x, rest))
 
 
 def test_the_second_gpu_gives_the_same_bits(call: Call, two_gpus: list[Any]) -> None:
