@@ -103,15 +103,19 @@ def test_a_step_is_one_graph_and_nothing_else(call: Call) -> None:
 
 
 def test_a_graph_holds_one_capture_of_each_call(call: Call) -> None:
-    """Recording the step launches each layer's kernels once, into the graph."""
+    """Recording the step launches each layer's kernels once, into the graph.
+
+    XLA may run the first step before it records one.
+    """
     layers = layers_of(call)
     loop = Loop(call, 4, layers)
     with driver_calls() as calls:
         loop(layers)
     ours = [name for name in calls.kernels if "jax_hpc" in name]
     said = f"{dict(calls)}\n{collections.Counter(calls.kernels)}"
-    assert len(ours) == LAYERS * LAUNCHES.get(call.name, 1), said
-    assert calls.graphs == 4, said
+    assert calls.graphs in (3, 4), said
+    recorded_and_single = 1 + (4 - calls.graphs)
+    assert len(ours) == recorded_and_single * LAYERS * LAUNCHES.get(call.name, 1), said
 
 
 def test_graphs_on_other_addresses(call: Call) -> None:
@@ -122,7 +126,7 @@ def test_graphs_on_other_addresses(call: Call) -> None:
         layers = layers_of(call, first=turn)
         with driver_calls() as calls:
             _, results, _ = loop(layers)
-        assert calls.graphs == 4, dict(calls)
+        assert calls.graphs in (3, 4), dict(calls)
         kept.append((layers, results))  # alive, so that the next turn's lie elsewhere
         addresses.add(jax.tree.leaves(layers)[0].unsafe_buffer_pointer())
         addresses.add(jax.tree.leaves(results)[0].unsafe_buffer_pointer())
