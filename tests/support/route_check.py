@@ -51,7 +51,7 @@ def truth_of(
         keys = np.clip(keys, -MAX, MAX)
     clear = np.ones(len(keys), bool)
     if topk_groups < num_groups:
-        slack = (scores * relative + ULP * np.abs(keys)).max(axis=1)
+        slack = (scores * relative).max(axis=1)
         keys, clear = _best_groups(keys, slack, num_groups, topk_groups)
     return Truth(scores, keys, relative, alive, clear)
 
@@ -63,10 +63,13 @@ def _best_groups(
     strength = np.sort(members, axis=2)[:, :, -2:].sum(axis=2)
     order = np.argsort(-strength, axis=1, kind="stable")
     ranked = np.take_along_axis(strength, order, 1)
-    margin = ranked[:, topk_groups - 1] - ranked[:, topk_groups]
+    last, next_ = ranked[:, topk_groups - 1], ranked[:, topk_groups]
+    allowed = 4 * slack + 4 * ULP * (np.abs(last) + np.abs(next_))
     chosen = np.zeros(strength.shape, bool)
     np.put_along_axis(chosen, order[:, :topk_groups], True, 1)
-    return np.where(chosen[:, :, None], members, -np.inf).reshape(keys.shape), margin > 4 * slack
+    return np.where(chosen[:, :, None], members, -np.inf).reshape(
+        keys.shape
+    ), last - next_ > allowed
 
 
 def choose(
