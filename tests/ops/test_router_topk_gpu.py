@@ -78,7 +78,9 @@ def test_overlap_changes_no_bit(rng: np.random.Generator, tokens: int) -> None:
         del index
         for _ in range(6):
             result = run(carry, overlap)
-            change = result.weights.sum(1, keepdims=True) + result.ids[:, :1] * 0.01
+            change = (
+                result.weights.sum(1, keepdims=True) + result.ids[:, :1].astype(jnp.float32) * 0.01
+            )
             carry = (carry.astype(jnp.float32) + jnp.sin(change)).astype(carry.dtype)
         return carry
 
