@@ -152,7 +152,7 @@ __device__ __forceinline__ void finish_lanes(const Problem& p, const Row& row, i
   const bool is_chosen = lane < o.k;
   float weight = is_chosen ? chosen.score : 0.0f;
   if (o.renormalize) weight = weight / (sum_below(weight, o.k) + kRenormalizeEps);
-  weight *= o.scale;
+  weight = __fmul_rn(weight, o.scale);
   float identity = 0.0f;
   if (o.num_zero_experts > 0) {
     const bool is_zero = is_chosen && chosen.id >= p.experts - o.num_zero_experts;
@@ -181,7 +181,7 @@ __device__ __forceinline__ void score_all(Team& team, Scorer& scorer, float (&va
 #pragma unroll
   for (int i = 0; i < Values; ++i) {
     values[i] = scorer.exponential(values[i]);
-    parts[i % kParts] += values[i];
+    parts[i % kParts] = __fadd_rn(parts[i % kParts], values[i]);
   }
   float sum = team.sum(parts[0]);
 #pragma unroll

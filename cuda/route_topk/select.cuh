@@ -138,7 +138,7 @@ __device__ void finish_written(Team& team, const Problem& p, const Row& row) {
   float identity = 0.0f;
 #pragma unroll 1
   for (int i = team.rank(); i < end; i += kWarpSize) {
-    const float weight = row.weights[i] / divisor * o.scale;
+    const float weight = __fmul_rn(row.weights[i] / divisor, o.scale);
     if (row.ids[i] < p.experts - o.num_zero_experts) {
       row.weights[i] = weight;
     } else {

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kSharedWarps* kWarpSize)
   if (scorer.scoring == Scoring::kSoftmax) {
     float sum = 0.0f;
     for (int i = team.rank(); i < p.experts; i += Team::kSize) {
-      sum += scorer.exponential(clean_logit(row.logits[i]));
+      sum = __fadd_rn(sum, scorer.exponential(clean_logit(row.logits[i])));
     }
     scorer.inverse_sum = reciprocal(team.sum(sum));
   }
