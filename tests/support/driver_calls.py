@@ -1,7 +1,6 @@
 """What a program asks of the CUDA driver: every call is counted, by CUPTI's callbacks.
 
-Nothing is traced and no profiler of JAX's runs, so that XLA works as always: while its profiler
-records, it replays no graphs.
+JAX's profiler does not run, so that XLA works as always: while it records, XLA replays no graphs.
 """
 
 import collections
@@ -57,6 +56,11 @@ class DriverCalls(collections.Counter[str]):
     def launches(self) -> int:
         """Kernels launched singly, or captured into a graph."""
         return sum(count for name, count in self.items() if _LAUNCH.match(name))
+
+    @property
+    def ours(self) -> int:
+        """Those of the launches whose kernel is one of jax_hpc's."""
+        return sum("jax_hpc" in name for name in self.kernels)
 
     @property
     def graphs(self) -> int:
