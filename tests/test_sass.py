@@ -13,8 +13,9 @@ from jax_hpc import _registry
 
 # Kernel -> instructions that its code must hold: without them it is correct and slow.
 EXPECTED = {
-    "tiled_kernel": ("HGMMA", "UTMALDG", "SYNCS"),  # wgmma, the copy engine, mbarriers
-    "stream_kernel": ("HMMA.16816.F32.BF16",),
+    # wgmma, the copy engine, mbarriers, stores to the cluster
+    "tiled_kernel": ("HGMMA", "UTMALDG", "SYNCS", "STAS"),
+    "stream_kernel": ("HMMA.16816.F32.BF16", "SYNCS", "STAS"),
     "topk_register_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),  # overlap, warp-wide integers
     "topk_shared_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),
     "probe_kernel": (),
