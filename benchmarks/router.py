@@ -3,9 +3,9 @@
 ``auto`` and ``cuda`` are router_gemm (``:3`` for three terms, ``:1`` for one). XLA's own forms are
 ``xla``, the float32 product, ``xla-parts``, router_gemm's XLA form of a split weight of which no
 full one is kept, as SplitRouter keeps none, and ``bf16x3``, XLA's three-pass bf16 algorithm on the
-float32 weight; ``auto`` has the full weight too, ``auto-parts`` has not. ``router+topk`` is router_gemm
-and route_topk as two calls, ``router-topk`` is router_topk, which is both in one, and ``topk`` is
-route_topk alone.
+float32 weight; ``auto`` has the full weight too, ``auto-parts`` has not. ``router+topk`` is
+router_gemm and route_topk as two calls, ``router-topk`` is router_topk, which is both in one, and
+``topk`` is route_topk alone.
 """
 
 import functools
