@@ -103,6 +103,9 @@ def test_sources_hash(tmp_path):
     assert digest() == before
     kernel.write_text("two")
     assert digest() != before
+    before = digest()
+    (tmp_path / "cuda" / "ffi" / "status.h").write_text("every handler includes it")
+    assert digest() != before
 
 
 def test_a_row_goes_stale_with_its_own_operators():
