@@ -1,7 +1,7 @@
 // The choice of experts by one CTA a token, made for the latency of a decode step. A step finds the
 // code of a kernel in no cache, and reads it at four to six cycles an instruction: the path is
-// short, and takes for granted that no two experts have the same key. Ties leave one of the k
-// places empty; then, and for what is rare, one warp chooses again.
+// short, its loops are rolled, and it takes for granted that no two experts have the same key. Ties
+// leave one of the k places empty; then, and for what is rare, one warp chooses again.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -12,25 +12,13 @@ namespace jax_hpc::route_topk {
 
 constexpr int kMostThreads = kMostWarpsOfToken * kWarpSize;
 
-// A column of experts is those of one lane in all warps. Candidates are the experts that may be
-// among the k best, in any order.
 template <int Values>
 struct alignas(16) CtaShared {
-  uint32_t best_of_columns[kWarpSize];
-  uint32_t keys_of_candidates[kWarpSize];
-  Chosen candidates[kWarpSize];
+  uint32_t best[kMostThreads];  // keys of the warps' best
+  Chosen candidates[kMostWarpsOfToken][kWarpSize];
   Chosen chosen[kWarpSize];
-  int num_candidates;
   uint32_t parts[2][kMostWarpsOfToken];
   Columns<Values * kMostWarpsOfToken> columns;
-
-  // By one warp.
-  __device__ __forceinline__ void clear(int lane) {
-    best_of_columns[lane] = kNoExpert;
-    keys_of_candidates[lane] = kNoExpert;
-    chosen[lane].id = -1;
-    num_candidates = 0;
-  }
 };
 
 struct Place {
@@ -87,6 +75,61 @@ __device__ __forceinline__ void find_softmax(Scorer& scorer, const float (&logit
   for (int i = 0; i < Values; ++i) scores[i] = scorer.softmax(scores[i]);
 }
 
+template <int Values>
+__device__ __forceinline__ void sort_descending(uint32_t (&keys)[Values]) {
+#pragma unroll
+  for (int round = 0; round < Values; ++round) {
+#pragma unroll
+    for (int i = round % 2; i + 1 < Values; i += 2) {
+      const uint32_t larger = max(keys[i], keys[i + 1]);
+      keys[i + 1] = min(keys[i], keys[i + 1]);
+      keys[i] = larger;
+    }
+  }
+}
+
+// Adds one to the count where a == b; from C++ the compiler makes three instructions of it.
+__device__ __forceinline__ void count_if_equal(uint32_t& count, uint32_t a, uint32_t b) {
+  asm("{\n"
+      ".reg .pred p;\n"
+      "setp.eq.u32 p, %1, %2;\n"
+      "@p add.u32 %0, %0, 1;\n"
+      "}"
+      : "+r"(count)
+      : "r"(a), "r"(b));
+}
+
+// The k best of this warp, best first, into its candidates. A lane gets the key of the
+// candidate of its turn. False if keys are equal.
+template <int Values>
+__device__ __forceinline__ bool choose_in_warp(const uint32_t (&keys)[Values],
+                                               const float (&scores)[Values], Chosen* candidates,
+                                               int k, int turn_of_lane, const Place& at,
+                                               uint32_t* key_of_lane) {
+  uint32_t sorted[Values];
+#pragma unroll
+  for (int i = 0; i < Values; ++i) sorted[i] = keys[i];
+  sort_descending(sorted);
+  uint32_t found = 0;
+  *key_of_lane = kNoExpert;
+  int turn = 0;
+#pragma unroll 1
+  do {
+    const uint32_t best = __reduce_max_sync(kWholeWarp, sorted[0]);
+    if constexpr (Values > 1) count_if_equal(found, sorted[1], best);
+    count_if_equal(found, sorted[0], best);
+    const bool is_here = sorted[0] == best;
+#pragma unroll
+    for (int i = 0; i < Values; ++i) {
+      const uint32_t next = i + 1 < Values ? sorted[i + 1] : kNoExpert;
+      sorted[i] = is_here ? next : sorted[i];
+      if (keys[i] == best) candidates[turn] = {at.expert(i), scores[i]};
+    }
+    if (turn == turn_of_lane) *key_of_lane = best;
+  } while (++turn < k);
+  return __reduce_add_sync(kWholeWarp, found) == static_cast<uint32_t>(k);
+}
+
 // Adds one to the count where other >= mine, that is where other - mine carries.
 __device__ __forceinline__ void count_from(uint32_t& count, uint32_t other, uint32_t minus_mine) {
   asm("{\n"
@@ -98,69 +141,45 @@ __device__ __forceinline__ void count_from(uint32_t& count, uint32_t other, uint
       : "r"(other), "r"(minus_mine));
 }
 
-// Place of a key among others, the largest 1, itself and equal ones counted. Eights of keys.
-__device__ __forceinline__ int rank_among(const uint32_t* keys, int eights, uint32_t mine) {
+// How many of the keys are at or above mine; each of the lanes that share a candidate counts some.
+__device__ __forceinline__ int rank_among(const uint32_t* keys, int chunks, uint32_t mine,
+                                          int log_period, int lane) {
+  const auto* all = reinterpret_cast<const uint4*>(keys);
   uint32_t counts[2] = {};
-  const auto* fours = reinterpret_cast<const uint4*>(keys);
 #pragma unroll 1
-  do {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint4 others = *fours++;
-      count_from(counts[0], others.x, -mine);
-      count_from(counts[1], others.y, -mine);
-      count_from(counts[0], others.z, -mine);
-      count_from(counts[1], others.w, -mine);
-    }
-  } while (--eights > 0);
-  return static_cast<int>(counts[0] + counts[1]);
-}
-
-// Adds one and returns what was there. From an addition of one, C++ or PTX, the compiler makes
-// twenty instructions that count the lanes first; the few lanes that come here may queue instead.
-__device__ __forceinline__ int take_place(int& count) {
-  int place;
-  asm volatile("atom.shared.inc.u32 %0, [%1], 0x7fffffff;"
-               : "=r"(place)
-               : "r"(shared_address(&count))
-               : "memory");
-  return place;
-}
-
-// The k best are among those from the k-th largest of the columns' best keys on. They are few for
-// k up to 16; more than 32 of them, like ties, leave places of shared.chosen empty.
-template <int Values>
-__device__ __forceinline__ void collect(CtaShared<Values>& shared, const uint32_t (&keys)[Values],
-                                        const float (&scores)[Values], int k, const Place& at) {
-  uint32_t largest = keys[0];
-#pragma unroll
-  for (int i = 1; i < Values; ++i) largest = max(largest, keys[i]);
-  atomicMax(&shared.best_of_columns[at.lane], largest);
-  __syncthreads();
-  const uint32_t best = shared.best_of_columns[at.lane];
-  const int rank = rank_among(shared.best_of_columns, kWarpSize / 8, best);
-  const uint32_t bound = __reduce_min_sync(kWholeWarp, rank <= k ? best : UINT32_MAX);
-#pragma unroll
-  for (int i = 0; i < Values; ++i) {
-    if (keys[i] < bound) continue;
-    const int place = take_place(shared.num_candidates);
-    if (place >= kWarpSize) continue;
-    shared.keys_of_candidates[place] = keys[i];
-    shared.candidates[place] = {at.expert(i), scores[i]};
+  for (int i = lane >> log_period; i < chunks; i += kWarpSize >> log_period) {
+    const uint4 others = all[i];
+    count_from(counts[0], others.x, -mine);
+    count_from(counts[1], others.y, -mine);
+    count_from(counts[0], others.z, -mine);
+    count_from(counts[1], others.w, -mine);
   }
-  __syncthreads();
+  uint32_t count = counts[0] + counts[1];
+#pragma unroll 1
+  for (int offset = kWarpSize >> 1; offset >> log_period > 0; offset >>= 1) {
+    count += __shfl_xor_sync(kWholeWarp, count, offset);
+  }
+  return static_cast<int>(count);
 }
 
-// By one warp: candidate to place, best first.
+// Puts the k best of the CTA in shared.chosen; an id of -1 where there were ties.
 template <int Values>
-__device__ __forceinline__ Chosen choose_candidate(CtaShared<Values>& shared, int k, int lane) {
-  const int count = shared.num_candidates;
-  const uint32_t mine = shared.keys_of_candidates[lane];
-  const Chosen candidate = shared.candidates[lane];
-  const int rank = rank_among(shared.keys_of_candidates, (min(count, kWarpSize) + 7) >> 3, mine);
-  if (count <= kWarpSize && lane < count && rank <= k) shared.chosen[rank - 1] = candidate;
-  __syncwarp();
-  return shared.chosen[lane];
+__device__ __forceinline__ void choose_in_cta(CtaShared<Values>& shared,
+                                              const uint32_t (&keys)[Values],
+                                              const float (&scores)[Values], int k,
+                                              const Place& at) {
+  const int log_period = log_of_period(k);
+  const int turn = at.lane & ((1 << log_period) - 1);
+  Chosen* candidates = shared.candidates[at.warp];
+  uint32_t mine;
+  const bool is_clear = choose_in_warp<Values>(keys, scores, candidates, k, turn, at, &mine);
+  shared.best[((at.lane >> 2) * at.warps + at.warp) * 4 + (at.lane & 3)] = mine;
+  __syncthreads();
+  const Chosen candidate = candidates[turn];
+  const int chunks = ((k + 3) >> 2) * at.warps;
+  const int count = rank_among(shared.best, chunks, mine, log_period, at.lane);
+  if (is_clear && at.lane < k && count <= k) shared.chosen[count - 1] = candidate;
+  __syncthreads();
 }
 
 template <int Values>
@@ -173,7 +192,7 @@ __global__ void __launch_bounds__(kMostThreads, 4)
   const bool has_bias = row.bias != nullptr;
   float logits[Values];
   float bias[Values];
-  if (at.warp == 0) shared.clear(at.lane);
+  if (at.warp == 0) shared.chosen[at.lane].id = -1;
   wait_for_previous_kernel();
 #pragma unroll
   for (int i = 0; i < Values; ++i) {
@@ -181,7 +200,6 @@ __global__ void __launch_bounds__(kMostThreads, 4)
     logits[i] = expert < p.experts ? row.logits[expert] : -INFINITY;
     bias[i] = has_bias && expert < p.experts ? row.bias[expert] : 0.0f;
   }
-  __syncthreads();  // while the loads are under way
   Scorer scorer{p.options.scoring, 0.0f, 0.0f};
   float scores[Values];
   if (scorer.scoring == Scoring::kSigmoid) [[likely]] {
@@ -211,9 +229,9 @@ __global__ void __launch_bounds__(kMostThreads, 4)
   }
   const int k = p.options.k;
   if (k <= kWarpSize) {
-    collect<Values>(shared, keys, scores, k, at);
+    choose_in_cta<Values>(shared, keys, scores, k, at);
     if (at.warp > 0) return;
-    const Chosen chosen = choose_candidate<Values>(shared, k, at.lane);
+    const Chosen chosen = shared.chosen[at.lane];
     const bool is_full = __all_sync(kWholeWarp, at.lane >= k || chosen.id >= 0);
     const bool is_alive = __any_sync(kWholeWarp, at.lane < k && chosen.score > 0.0f);
     if (is_full && is_alive) {

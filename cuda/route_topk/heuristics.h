@@ -13,7 +13,7 @@ constexpr int kMostWarpsOfToken = 8;
 constexpr int kMostTokensOfCta = 4;
 
 inline Config choose(const Problem& p) {
-  constexpr int kFewTokens = 528;
+  constexpr int kFewTokens = 264;
   const int needed = ceil_div(p.experts, kWarpSize);
   if (p.tokens <= kFewTokens && needed <= 4 * kMostWarpsOfToken) {
     return {Kernel::kCta, ceil_div(needed, kMostWarpsOfToken), std::min(needed, kMostWarpsOfToken)};

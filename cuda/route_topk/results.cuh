@@ -45,18 +45,30 @@ __device__ __forceinline__ void write_dead_row(Team& team, const Problem& p, con
   if (team.rank() == 0) *row.identity_weight = 0.0f;
 }
 
+// Lanes in periods of a power of two of at least k (from 1 to 32) and four.
+__device__ __forceinline__ int log_of_period(int k) { return max(2, kWarpSize - __clz(k - 1)); }
+
+// Sum of the first k lanes, in each of them; the others hold zeros. The same bits as warp_sum.
+__device__ __forceinline__ float sum_of_first(float value, int k) {
+#pragma unroll 1
+  for (int offset = 1 << log_of_period(k) >> 1; offset > 0; offset >>= 1) {
+    value = __fadd_rn(value, __shfl_xor_sync(kWholeWarp, value, offset));
+  }
+  return value;
+}
+
 // Results from the chosen experts, one a lane, best first.
 __device__ __forceinline__ void finish_lanes(const Problem& p, const Row& row, int lane,
                                              Chosen chosen) {
   const Options& o = p.options;
   const bool is_chosen = lane < o.k;
   float weight = is_chosen ? chosen.score : 0.0f;
-  if (o.renormalize) weight = __fmul_rn(weight, inverse_of_weights(warp_sum(weight)));
+  if (o.renormalize) weight = __fmul_rn(weight, inverse_of_weights(sum_of_first(weight, o.k)));
   weight = __fmul_rn(weight, o.scale);
   float identity = 0.0f;
   if (o.num_zero_experts > 0) {
     const bool is_zero = is_chosen && chosen.id >= p.experts - o.num_zero_experts;
-    identity = warp_sum(is_zero ? weight : 0.0f);
+    identity = sum_of_first(is_zero ? weight : 0.0f, o.k);
     if (is_zero) weight = 0.0f;
     if (is_zero) chosen.id = -1;
   }

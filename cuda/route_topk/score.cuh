@@ -35,10 +35,24 @@ __device__ __forceinline__ float reciprocal(float x) {
   return __fmaf_rn(y, __fmaf_rn(-x, y, 1.0f), y);
 }
 
-// e^-x for x >= 0; zero of NaN.
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+constexpr float kBeyondExponent = 200.0f;  // e^-200 is zero
+
+// e^-x for x from 0 to kBeyondExponent, to within three ulp down to 2^-126 and zero below. In base
+// two the product with log2(e) is rounded; what that lost is put back to first order.
 __device__ __forceinline__ float exponential_of_minus(float x) {
-  constexpr float kBeyondExponent = 200.0f;  // where the result is zero
-  return expf(-fminf(x, kBeyondExponent));
+  constexpr float kLog2E = 1.44269502f;
+  constexpr float kLn2High = 0.693147182f;
+  constexpr float kLn2Low = -1.90465421e-9f;  // with the part above, ln(2)
+  const float whole = __fmul_rn(x, -kLog2E);
+  const float rest = __fmaf_rn(whole, -kLn2Low, __fmaf_rn(whole, -kLn2High, -x));
+  const float power = power_of_two(whole);
+  return __fmaf_rn(power, rest, power);
 }
 
 // A row's scores, the same bits wherever one is computed: roundings are spelled out, so that no
@@ -49,13 +63,14 @@ struct Scorer {
   float inverse_sum;  // of the exponentials, for softmax
 
   __device__ __forceinline__ float exponential(float logit) const {
-    return fminf(exponential_of_minus(__fsub_rn(largest, logit)), 1.0f);  // also of +inf
+    const float distance = fminf(__fsub_rn(largest, logit), kBeyondExponent);  // also of NaN
+    return exponential_of_minus(fmaxf(distance, 0.0f));
   }
   __device__ __forceinline__ float softmax(float exponential) const {
     return __fmul_rn(exponential, inverse_sum);
   }
   static __device__ __forceinline__ float sigmoid(float logit) {
-    const float e = exponential_of_minus(fabsf(logit));
+    const float e = exponential_of_minus(fminf(fabsf(logit), kBeyondExponent));
     const float inverse = approximate_reciprocal(__fadd_rn(1.0f, e));
     return __fmul_rn(logit >= 0.0f ? 1.0f : e, inverse);  // of NaN the latter, zero
   }

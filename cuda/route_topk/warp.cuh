@@ -51,7 +51,7 @@ __device__ __forceinline__ void score_all(Scorer& scorer, float (&values)[Values
 }
 
 template <int Values>
-__global__ void __launch_bounds__(kMostTokensOfCta* kWarpSize, Values <= 24 ? 8 : 6)
+__global__ void __launch_bounds__(kMostTokensOfCta* kWarpSize, Values <= 16 ? 8 : 4)
     topk_warp_kernel(const __grid_constant__ Problem p, const __grid_constant__ Arrays arrays) {
   __shared__ Columns<Values> columns_of_warps[kMostTokensOfCta];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -62,14 +62,13 @@ __global__ void __launch_bounds__(kMostTokensOfCta* kWarpSize, Values <= 24 ? 8 
   const Row row(p, arrays, token);
   Columns<Values>& columns = columns_of_warps[warp];
   float scores[Values];  // logits at first
+  float bias[Values];
   load<Values>(scores, row.logits, p.experts, lane, -INFINITY);
+  // Without a branch, or the compiler waits for the logits before it asks for the bias.
+  const bool has_bias = row.bias != nullptr;
+  load<Values>(bias, has_bias ? row.bias : row.logits, has_bias ? p.experts : 0, lane, 0.0f);
   Scorer scorer{p.options.scoring, 0.0f, 0.0f};
   score_all<Values>(scorer, scores);
-  // Not asked for sooner: with half the registers twice the warps run, and they share it in L1.
-  asm volatile("" ::: "memory");
-  const bool has_bias = row.bias != nullptr;
-  float bias[Values];
-  load<Values>(bias, has_bias ? row.bias : row.logits, has_bias ? p.experts : 0, lane, 0.0f);
   uint32_t best = kNoExpert;
 #pragma unroll
   for (int i = 0; i < Values; ++i) {
