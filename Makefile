@@ -15,7 +15,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 REQUIREMENTS := $(BIN)/python scripts/requirements.py
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 CUDA_SOURCES := $(wildcard cuda/*/*)
-BUILD_SOURCES := pyproject.toml CMakeLists.txt $(wildcard build_backend/*.py) $(CUDA_SOURCES)
+BUILD_SOURCES := pyproject.toml CMakeLists.txt scripts/strict_nvcc.py $(wildcard build_backend/*.py) $(CUDA_SOURCES)
 
 # One build tree for the editable install and the wheel, kept between builds; warnings are errors.
 # One compiler per core: nvcc takes gigabytes.
@@ -97,11 +97,11 @@ docs: $(VENV)/installed ## build the documentation site into site/
 toolkit-test: $(BIN)/python ## prove the build with NVIDIA's compiler wheels, in a fresh environment
 	@scripts/toolkit_test.sh $(BIN)/python
 
-gpu-test: ## run the GPU tests on WHEEL=dist/x.whl with this machine's own python3, installing nothing
+gpu-test: ## run the GPU tests on WHEEL=dist/x.whl with this machine's own python3, installing nothing; ARGS= for pytest
 	@test -n "$(WHEEL)" || { echo "usage: make gpu-test WHEEL=dist/jax_hpc-....whl" >&2; exit 2; }
-	@scripts/gpu_test.sh "$(WHEEL)"
+	@scripts/gpu_test.sh "$(WHEEL)" $(ARGS)
 
-gpu-bench: ## measure OP=router of WHEEL=dist/x.whl; ROWS=, IMPLS=, BUDGET= (seconds), PROCESSES=, ARGS=, OUT_DIR=
+gpu-bench: ## measure OP=router of WHEEL=dist/x.whl on all GPUs; ROWS=, IMPLS=, BUDGET= (seconds), PROCESSES=, ARGS=, OUT_DIR=
 	@test -n "$(WHEEL)" -a -n "$(OP)" || { echo "usage: make gpu-bench WHEEL=dist/jax_hpc-....whl OP=router [ROWS='hy3/*,*/64']" >&2; exit 2; }
 	@OUT_DIR="$(OUT_DIR)" scripts/gpu_bench.sh "$(WHEEL)" "$(OP)" $(if $(ROWS),--rows '$(ROWS)') \
 	  $(if $(IMPLS),--impls '$(IMPLS)') $(if $(BUDGET),--budget $(BUDGET)) $(if $(PROCESSES),--processes $(PROCESSES)) $(ARGS)
@@ -117,10 +117,8 @@ kernel-tests: $(VENV)/packages ## build cuda/tests into dist/kernel_tests: kerne
 	cmake --build build/kernel_tests --target kernel_tests
 	@mkdir -p dist && cp -r build/kernel_tests/kernel_tests dist/ && ls -l dist/kernel_tests
 
-gpu-sanitize: ## run compute-sanitizer over dist/kernel_tests, on a machine with a Hopper GPU
-	@for program in dist/kernel_tests/*; do for tool in memcheck racecheck synccheck; do \
-		echo "== $$tool $$program"; compute-sanitizer --tool $$tool --error-exitcode 3 $$program check; \
-	done; done
+gpu-sanitize: ## run compute-sanitizer over dist/kernel_tests, on a machine with a Hopper GPU; TOOLS=, SECONDS_EACH=
+	@$(if $(TOOLS),TOOLS="$(TOOLS)") $(if $(SECONDS_EACH),SECONDS_EACH=$(SECONDS_EACH)) scripts/gpu_sanitize.sh dist/kernel_tests/*
 
 clean: ## remove what make made, the virtual environment included
 	@rm -rf build dist site .pytest_cache .ruff_cache $(VENV)

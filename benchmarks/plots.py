@@ -62,12 +62,16 @@ def _series(
     """Name -> {value of the last case key: time}."""
     first, last = CASE_KEYS[benchmark.op][0], CASE_KEYS[benchmark.op][-1]
     series: dict[str, dict[object, float]] = {}
+    # What does the same as the recorded peers, and the rest of what that is judged by.
+    shown = benchmark.recorded.union(*(benchmark.rivals[name] for name in benchmark.recorded))
     for row in [*ours, *baselines]:
         if row["op"] != benchmark.op or (panel is not None and row[first] != panel):
             continue
+        if "impl" in row and row["impl"] not in shown:
+            continue
         name = row["peer"] if "peer" in row else benchmark.label(row)
         series.setdefault(name, {})[row[last]] = row["us"]
-        if "impl" in row and row["impl"] in benchmark.judged:
+        if "impl" in row and row["impl"] in benchmark.recorded:
             floor = series.setdefault("floor", {})
             floor[row[last]] = min(row["floor_us"], floor.get(row[last], math.inf))
     return series
@@ -76,7 +80,7 @@ def _series(
 def _style(name: str, benchmark: Benchmark, colours: dict[str, str]) -> dict[str, object]:
     if name == "floor":
         return {"color": "black", "linestyle": ":", "linewidth": 1}
-    ours = name.partition(":")[0] in benchmark.judged
+    ours = name.partition(":")[0] in benchmark.recorded
     return {
         "color": colours[name],
         "marker": "o",

@@ -38,19 +38,24 @@ def peers_of(
 ) -> list[tuple[float, str]]:
     """(time, name) of what a row competes with, fastest first.
 
-    Recorded peers, and XLA's forms measured together with the row, which replace their records.
+    Its rivals, measured together with it, and recorded peers that were not measured again.
     """
-    case = case_of(row)
+    case, option = case_of(row), benchmark.option[0]
     here = {
-        benchmark.label(other): other["us"]
+        other["impl"]: other["us"]
         for other in ours
-        if case_of(other) == case and other["impl"] in benchmark.remeasured
+        if other["impl"] in benchmark.rivals[row["impl"]]
+        and case_of(other) == case
+        and other.get(option) in (None, row.get(option))
     }
-    replaced = {benchmark.remeasured[name] for name in here} | benchmark.no_rivals
+    replaced = {benchmark.remeasured.get(name) for name in here} | benchmark.no_rivals
     recorded = [
         (other["us"], other["peer"])
         for other in baselines
-        if other["op"] == row["op"] and case_of(other) == case and other["peer"] not in replaced
+        if row["impl"] in benchmark.recorded
+        and other["op"] == row["op"]
+        and case_of(other) == case
+        and other["peer"] not in replaced
     ]
     return sorted([(us, name) for name, us in here.items()] + recorded)
 
@@ -60,7 +65,7 @@ def compare(
 ) -> list[Comparison]:
     """Every row that is judged, in the order of the benchmark's cases."""
     order = {case_name(case): i for i, case in enumerate(benchmark.cases)}
-    judged = [row for row in ours if row["impl"] in benchmark.judged]
+    judged = [row for row in ours if row["impl"] in benchmark.rivals]
     judged.sort(key=lambda r: (benchmark.label(r), order.get(case_name(case_of(r)), len(order))))
     comparisons = []
     for row in judged:
@@ -100,12 +105,13 @@ def summary(benchmark: Benchmark, comparisons: Sequence[Comparison]) -> list[str
             groups[str(value)] = [c for c in mine if c.row[key] == value]
         for name, members in groups.items():
             if members:
-                ratios = [c.peer_us / c.row["us"] for c in members if c.peer_us]
+                ratios = {case_name(case_of(c.row)): c.ratio or 1.0 for c in members}
+                least = min(ratios, key=lambda case: ratios[case])
                 slower = sum(c.slower for c in members)
                 lines.append(
                     f"{label:<16}{name:<16}{len(members):>4} rows   geometric mean "
-                    f"{geometric_mean(ratios):>6.2f}x   least {min(ratios):>6.2f}x   "
-                    f"slower than the best peer: {slower}"
+                    f"{geometric_mean([*ratios.values()]):>6.2f}x   least {ratios[least]:>6.2f}x "
+                    f"({least})   slower than the best peer: {slower}"
                 )
     return lines
 
@@ -118,8 +124,11 @@ def report(op: str, results: Path, baselines: Path, patterns: str | None = None)
         return f"{op}: no results in {results}"
     names = {case_name(case) for case in rows_module.select(benchmark.cases, patterns)}
     ours = [row for row in ours if case_name(case_of(row)) in names]
-    current = sources_hash(benchmark.operators)
-    stale = sum(row["sources_hash"] != current for row in ours)
+    operators = [benchmark.operators(benchmark.label(row)) for row in ours]
+    current = {names: sources_hash(names) for names in set(operators)}
+    stale = sum(
+        row["sources_hash"] != current[names] for row, names in zip(ours, operators, strict=True)
+    )
     comparisons = compare(benchmark, ours, read_rows(baselines))
     lines = [f"{op} on {meta['device']}, driver {meta['driver']}, jax {meta['jax']}"]
     lines.append(f"{len(ours)} rows, {stale} of them from other sources than these")

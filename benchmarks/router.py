@@ -1,11 +1,15 @@
-"""Op ``router``: router_gemm on the routers of real models, and XLA's products beside it.
+"""Op ``router``: router_gemm and route_topk on the routers of real models, and XLA beside them.
 
-``auto`` and ``cuda`` are router_gemm (``:3`` for three terms, ``:1`` for one), ``router+topk`` is
-router_gemm and route_topk as two calls. ``xla`` is the float32 product, ``bf16x3`` the same with
-XLA's three-pass bf16 algorithm, both from the full float32 weight.
+``auto`` and ``cuda`` are router_gemm (``:3`` for three terms, ``:1`` for one). XLA's own forms are
+``xla``, the float32 product, ``xla-parts``, the same from a split weight of which no full one is
+kept, as SplitRouter keeps none, and ``bf16x3``, XLA's three-pass bf16 algorithm on the float32
+weight; ``auto`` has the full weight too, ``auto-parts`` has not. ``router+topk`` is router_gemm
+and route_topk as two calls, ``router-topk`` is router_topk, which is both in one, and ``topk`` is
+route_topk alone.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,31 +17,49 @@ import jax.numpy as jnp
 
 from benchmarks.rows import Benchmark, Case, Row, floors
 from benchmarks.timing import Workload
-from jax_hpc import route_topk, router_gemm, split_router_weight
+from jax_hpc import SplitWeight, route_topk, router_gemm, router_topk, split_router_weight
+from jax_hpc.ops.route_topk import RouteResult
 from jax_hpc.ops.route_topk import cases as topk_cases
 from jax_hpc.ops.router_gemm import cases
 
 ROUTERS = {case.name: case for case in cases.CASES}
 TOPK = {case.name: case for case in topk_cases.CASES}
 TERMS = 2
-FLOAT32 = ("xla", "bf16x3")
+WITHOUT_TERMS = ("xla", "bf16x3", "topk")
+KEEPS_FULL = ("auto", "xla")
+CHOICES = ("router_gemm", "route_topk")
+OPERATORS = {
+    "topk": ("route_topk",),
+    "router+topk": CHOICES,
+    "router-topk": (*CHOICES, "router_topk"),
+}
+"""Whose sources decide an impl's time, where it is not the product's alone."""
 
 
 def parse(impl: str) -> tuple[str, int | None]:
-    """Name and terms of an impl; float32 products have no terms."""
+    """Name and terms of an impl; what multiplies no split weight has no terms."""
     name, _, terms = impl.partition(":")
-    return name, None if name in FLOAT32 else int(terms or TERMS)
+    return name, None if name in WITHOUT_TERMS else int(terms or TERMS)
+
+
+def operators(impl: str) -> tuple[str, ...]:
+    return OPERATORS.get(parse(impl)[0], ("router_gemm",))
 
 
 def num_bytes(case: Case, impl: str) -> int:
-    """Activations, weight and logits, each moved once."""
-    router = ROUTERS[case["shape"]]
+    """What the whole of an impl reads and writes, once: what lies between its parts need not move.
+
+    Activations and weight, then logits or the choice of experts; for topk, logits and the choice.
+    """
+    router, topk = ROUTERS[case["shape"]], TOPK[case["shape"]]
     name, terms = parse(impl)
+    logits = 4 * case["m"] * router.experts
+    choice = case["m"] * (8 * topk.k + 4 * _uses_identity(case["shape"]))
+    if name == "topk":
+        return logits + choice
     weight = router.experts * router.hidden * (4 if terms is None else 2 * terms)
-    total = 2 * case["m"] * router.hidden + weight + 4 * case["m"] * router.experts
-    if name == "router+topk":
-        total += case["m"] * (8 * TOPK[case["shape"]].k + 4)
-    return total
+    operands = 2 * case["m"] * router.hidden + weight
+    return operands + (choice if "topk" in name else logits)
 
 
 def fields(case: Case, impl: str) -> Row:
@@ -46,74 +68,113 @@ def fields(case: Case, impl: str) -> Row:
 
 
 def workload(case: Case, impl: str) -> Workload:
-    router = ROUTERS[case["shape"]]
     name, terms = parse(impl)
-
-    def make(key: jax.Array) -> tuple[Any, tuple[()]]:
-        keys = jax.random.split(key, 3)
-        x = jax.random.normal(keys[0], (case["m"], router.hidden), jnp.bfloat16)
-        full = 0.02 * jax.random.normal(keys[1], (router.experts, router.hidden), jnp.float32)
-        weight = (
-            full if name == "bf16x3" else split_router_weight(full, terms or 1, keep_full=True)
-        )
-        bias = 0.01 * jax.random.normal(keys[2], (router.experts,), jnp.float32)
-        return (x, weight, bias), ()
-
+    if name == "topk":
+        make = _logits_maker(case["shape"], case["m"])
+    else:
+        make = _maker(case["shape"], case["m"], terms, name in KEEPS_FULL or terms is None)
     call = functools.partial(CALLS[name], case["shape"])
     return Workload(make, lambda operands, state: (call(*operands), state), num_bytes(case, impl))
 
 
-def _auto(shape: str, x: jax.Array, weight: Any, bias: jax.Array) -> jax.Array:
+# Impls that take the same operands share a maker, and a process compiles it once.
+
+
+@functools.cache
+def _maker(shape: str, m: int, terms: int | None, keep_full: bool) -> Callable[..., Any]:
+    router = ROUTERS[shape]
+
+    def make(key: jax.Array) -> tuple[Any, tuple[()]]:
+        keys = jax.random.split(key, 3)
+        x = jax.random.normal(keys[0], (m, router.hidden), jnp.bfloat16)
+        full = 0.02 * jax.random.normal(keys[1], (router.experts, router.hidden), jnp.float32)
+        bias = 0.01 * jax.random.normal(keys[2], (router.experts,), jnp.float32)
+        return (x, split_router_weight(full, terms or TERMS, keep_full=keep_full), bias), ()
+
+    return make
+
+
+@functools.cache
+def _logits_maker(shape: str, m: int) -> Callable[..., Any]:
+    def make(key: jax.Array) -> tuple[Any, tuple[()]]:
+        keys = jax.random.split(key)
+        experts = ROUTERS[shape].experts
+        logits = jax.random.normal(keys[0], (m, experts), jnp.float32)
+        return (logits, 0.01 * jax.random.normal(keys[1], (experts,), jnp.float32)), ()
+
+    return make
+
+
+def _product(implementation: Any, shape: str, x: jax.Array, weight: Any, bias: Any) -> jax.Array:
     del shape, bias
-    return router_gemm(x, weight)
+    return router_gemm(x, weight, implementation=implementation)
 
 
-def _cuda(shape: str, x: jax.Array, weight: Any, bias: jax.Array) -> jax.Array:
-    del shape, bias
-    return router_gemm(x, weight, implementation="cuda")
-
-
-def _xla(shape: str, x: jax.Array, weight: Any, bias: jax.Array) -> jax.Array:
-    del shape, bias
-    return router_gemm(x, weight, implementation="xla")
-
-
-def _bf16x3(shape: str, x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+def _bf16x3(shape: str, x: jax.Array, weight: SplitWeight, bias: jax.Array) -> jax.Array:
     del shape, bias
     return jax.lax.dot_general(
         x.astype(jnp.float32),
-        weight,
+        weight.full,
         (((1,), (1,)), ((), ())),
         precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
     )
 
 
-def _router_topk(shape: str, x: jax.Array, weight: Any, bias: jax.Array) -> Any:
+def _uses_identity(shape: str) -> bool:
+    """Whether a model of this router uses the zero experts' weight."""
+    return "num_zero_experts" in TOPK[shape].options
+
+
+def _chosen(shape: str, choose: Callable[..., RouteResult], bias: jax.Array) -> Any:
+    """What a model takes of a choice of experts, by its options."""
     topk = TOPK[shape]
-    logits = router_gemm(x, weight)
-    routed = route_topk(logits, topk.k, bias=bias if topk.has_bias else None, **topk.options)
-    # The logits too: they are read again where a model returns them, and count as written.
-    return logits, routed.ids, routed.weights
+    routed = choose(topk.k, bias=bias if topk.has_bias else None, **topk.options)
+    return routed if _uses_identity(shape) else (routed.ids, routed.weights)
+
+
+def _topk(shape: str, logits: jax.Array, bias: jax.Array) -> Any:
+    return _chosen(shape, functools.partial(route_topk, logits), bias)
+
+
+def _two_calls(shape: str, x: jax.Array, weight: Any, bias: jax.Array) -> Any:
+    return _topk(shape, router_gemm(x, weight), bias)
+
+
+def _one_call(shape: str, x: jax.Array, weight: Any, bias: jax.Array) -> Any:
+    return _chosen(shape, functools.partial(router_topk, x, weight), bias)
 
 
 CALLS = {
-    "auto": _auto,
-    "cuda": _cuda,
-    "xla": _xla,
+    "auto": functools.partial(_product, "auto"),
+    "auto-parts": functools.partial(_product, "auto"),
+    "cuda": functools.partial(_product, "cuda"),
+    "xla": functools.partial(_product, "xla"),
+    "xla-parts": functools.partial(_product, "xla"),
     "bf16x3": _bf16x3,
-    "router+topk": _router_topk,
+    "router+topk": _two_calls,
+    "router-topk": _one_call,
+    "topk": _topk,
 }
+OURS = ("auto", "auto-parts", "cuda")
+XLA_FORMS = ("xla", "xla-parts", "bf16x3")
+ROUTINGS = ("router+topk", "router-topk", "topk")
+OTHER_TERMS = [f"{impl}:{terms}" for impl in ("auto", "cuda", *ROUTINGS[:2]) for terms in (1, 3)]
+FEW_AND_MANY = "@*/1|*/8|*/16|*/32|*/64|*/512|*/4096"
 
 BENCHMARK = Benchmark(
     op="router",
-    operators=("router_gemm", "route_topk"),
+    operators=operators,
     cases=[{"shape": case.name, "m": m} for case in cases.CASES for m in cases.TOKENS],
-    impls=("auto", "auto:1", "auto:3", "cuda", "cuda:1", "cuda:3", *FLOAT32)
-    + ("router+topk", "router+topk:1", "router+topk:3"),
-    default_impls=("auto", "cuda", *FLOAT32),
+    impls=(*OURS, *XLA_FORMS, *ROUTINGS, *OTHER_TERMS),
+    default=(
+        *("auto", "auto-parts@*/1", "cuda", "cuda:3@*/64|*/4096"),
+        *("xla", "xla-parts@*/1", "bf16x3"),
+        *(impl + FEW_AND_MANY for impl in ROUTINGS),
+    ),
     fields=fields,
     workload=workload,
-    judged=frozenset({"auto", "cuda"}),
+    rivals=dict.fromkeys(OURS, XLA_FORMS) | {"router-topk": ("router+topk",)},
+    recorded=frozenset(OURS),
     remeasured={"xla": "jaxdistinct:xla-f32", "bf16x3": "jaxdistinct:xla-bf16x3"},
     # TF32 keeps 10 bits of the activations and of the weight.
     no_rivals=frozenset({"torch:cublas-tf32"}),

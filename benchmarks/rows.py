@@ -33,13 +33,15 @@ OPTIONS = ("terms", "format")
 class Benchmark:
     """Everything about one op.
 
-    operators: folders of the operators whose sources decide the result.
+    operators: impl -> the operators whose sources decide its time.
     cases: one dict of the op's CASE_KEYS each.
     impls: what can be measured, as ``name`` or ``name:option``.
-    default_impls: what is measured unless other impls are asked for.
+    default: what is measured unless other impls are asked for, as ``--impls`` lists it.
     fields: (case, impl) -> the row's fields besides the case keys and the time.
     workload: (case, impl) -> what is timed.
-    judged: names of impls that are compared with peers.
+    rivals: name of an impl that is judged -> names of impls that it competes with, measured in
+        the same case with the same option or none.
+    recorded: judged impls that compete with the recorded peers too.
     remeasured: impl -> the recorded peer that it measures again, and replaces.
     no_rivals: recorded peers that do something else, or less exactly.
     subsets: label -> which cases a further geometric mean is taken over.
@@ -47,13 +49,14 @@ class Benchmark:
     """
 
     op: str
-    operators: tuple[str, ...]
+    operators: Callable[[str], tuple[str, ...]]
     cases: Sequence[Case]
     impls: tuple[str, ...]
-    default_impls: tuple[str, ...]
+    default: tuple[str, ...]
     fields: Callable[[Case, str], Row]
     workload: Callable[[Case, str], Workload]
-    judged: frozenset[str]
+    rivals: Mapping[str, tuple[str, ...]]
+    recorded: frozenset[str] = frozenset()
     remeasured: Mapping[str, str] = dataclasses.field(default_factory=dict)
     no_rivals: frozenset[str] = frozenset()
     subsets: Mapping[str, Callable[[Case], bool]] = dataclasses.field(default_factory=dict)
@@ -69,13 +72,21 @@ class Benchmark:
         value = row.get(key)
         return row["impl"] if value in (None, default) else f"{row['impl']}:{value}"
 
-    def select_impls(self, impls: str | None) -> list[str]:
-        """Impls from a comma-separated list."""
-        names = impls.split(",") if impls else list(self.default_impls)
-        unknown = [name for name in names if name not in self.impls]
+    def select_jobs(self, rows: str | None, impls: str | None) -> list[tuple[Case, str]]:
+        """Cases by patterns, each with the impls of a comma-separated list.
+
+        ``impl@patterns`` is an impl for some cases only: ``cuda:3@hy3/*|*/64``.
+        """
+        wanted = [name.partition("@") for name in (impls.split(",") if impls else self.default)]
+        unknown = [name for name, _, _ in wanted if name not in self.impls]
         if unknown:
             raise ValueError(f"op {self.op} has impls {', '.join(self.impls)}; got {unknown}")
-        return names
+        return [
+            (case, name)
+            for case in select(self.cases, rows)
+            for name, _, patterns in wanted
+            if _matches(case, (patterns or "*").split("|"))
+        ]
 
 
 def load(op: str) -> Benchmark:
@@ -106,11 +117,15 @@ def select(cases: Iterable[Case], patterns: str | None) -> list[Case]:
         return cases
     wanted = patterns.split(",")
     for pattern in wanted:
-        if not any(fnmatch.fnmatchcase(case_name(case), pattern) for case in cases):
+        if not any(_matches(case, [pattern]) for case in cases):
             raise ValueError(
                 f"no case matches {pattern!r}; cases: {', '.join(map(case_name, cases))}"
             )
-    return [c for c in cases if any(fnmatch.fnmatchcase(case_name(c), p) for p in wanted)]
+    return [case for case in cases if _matches(case, wanted)]
+
+
+def _matches(case: Case, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(case_name(case), pattern) for pattern in patterns)
 
 
 def floor_us(num_bytes: float) -> float:

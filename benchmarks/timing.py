@@ -25,10 +25,16 @@ import numpy as np
 
 COLD_BYTES = 200_000_000
 """Distinct bytes of a pass, several times the 60 MB of an H200's L2."""
-MIN_LAYERS = 8
-"""XLA makes a graph of five commands or more; a model has many layers."""
+MIN_LAYERS = 32
+"""A model has many layers, and a pass has costs of its own: its graph's start, its counter."""
+MOST_BYTES = 32_000_000_000
+"""What a pass may take of the device's memory: with larger layers it has fewer of them."""
+FEWEST_LAYERS = 8
+"""XLA makes a graph of five commands or more."""
 MIN_PASSES = 2
 """XLA replaces a loop that runs once by its body."""
+RUNS = 4
+"""Runs of the loop in a repeat: but for the first, the host has started each before it is due."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +54,20 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Median time of a call, the layers of a pass, and the repeats that it is the median of."""
+    """Median time of a call, the layers of a pass, the repeats that it is the median of.
+
+    spent: seconds that making the operands, compiling and timing took.
+    """
 
     us: float
     layers: int
     repeats: int
+    spent: dict[str, float]
 
 
 def num_layers(layer_bytes: int, cold_bytes: int = COLD_BYTES) -> int:
-    return max(MIN_LAYERS, math.ceil(cold_bytes / layer_bytes))
+    wanted = max(MIN_LAYERS, math.ceil(cold_bytes / layer_bytes))
+    return max(FEWEST_LAYERS, min(wanted, MOST_BYTES // layer_bytes))
 
 
 def looped(
@@ -100,8 +111,8 @@ def measure(
     *,
     estimate_us: float,
     cold_bytes: int = COLD_BYTES,
-    seconds: float = 0.2,
-    repeat_seconds: float = 0.02,
+    seconds: float = 0.1,
+    repeat_seconds: float = 0.01,
     min_repeats: int = 3,
 ) -> Measurement:
     """Time one operator call.
@@ -110,27 +121,38 @@ def measure(
         loop makes.
     cold_bytes: distinct bytes of a pass.
     seconds: repeat the loop for at least as long.
-    repeat_seconds: rough length of one repeat; hundreds of times what starting it costs.
+    repeat_seconds: rough length of one run of the loop; a repeat is four.
     """
+    began = time.perf_counter()
     count = num_layers(workload.layer_bytes, cold_bytes)
     make = jax.jit(workload.make)
     made = [make(key) for key in jax.random.split(jax.random.key(0), count)]
     layers = [operands for operands, _ in made]
-    carry = first_carry(workload, layers, [state for _, state in made])
+    carry = jax.block_until_ready(first_carry(workload, layers, [s for _, s in made]))
     del made  # the states are donated
+    made_at = time.perf_counter()
     passes = max(MIN_PASSES, math.ceil(repeat_seconds * 1e6 / (count * estimate_us)))
     loop = jax.jit(looped(workload.call, passes), donate_argnums=1)
     compiled = loop.lower(layers, carry).compile()
     check_loop(compiled)
+    compiled_at = time.perf_counter()
     for _ in range(2):  # records the graph; clocks rise
         carry = jax.block_until_ready(compiled(layers, carry))
     times: list[float] = []
     while sum(times) < seconds or len(times) < min_repeats:
         start = time.perf_counter()
-        carry = jax.block_until_ready(compiled(layers, carry))
+        for _ in range(RUNS):
+            carry = compiled(layers, carry)
+        jax.block_until_ready(carry)
         times.append(time.perf_counter() - start)
     check_results(carry[1])
-    return Measurement(statistics.median(times) * 1e6 / (passes * count), count, len(times))
+    spent = {
+        "making operands": made_at - began,
+        "compiling": compiled_at - made_at,
+        "timing": time.perf_counter() - compiled_at,
+    }
+    us = statistics.median(times) * 1e6 / (RUNS * passes * count)
+    return Measurement(us, count, len(times), spent)
 
 
 def check_loop(compiled: Any) -> None:

@@ -28,7 +28,7 @@ def main() -> None:
     benchmark = load(request["op"])
     # "auto" without a kernel is a row like any other.
     warnings.simplefilter("ignore", FallbackWarning)
-    _say({"meta": meta(benchmark)})
+    _say({"meta": meta()})
     for case, impl in request["jobs"]:
         _say({"case": case, "impl": impl, **_measured(benchmark, case, impl, request)})
         gc.collect()  # frees the operands before the next are made
@@ -42,10 +42,15 @@ def _measured(benchmark: Benchmark, case: Any, impl: str, request: Any) -> dict[
         )
     except Exception as error:  # whatever one row meets, the others are measured
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-    return {"us": measured.us, "layers": measured.layers}
+    return {
+        "us": measured.us,
+        "layers": measured.layers,
+        "spent": measured.spent,
+        "sources_hash": sources_hash(benchmark.operators(impl)),
+    }
 
 
-def meta(benchmark: Benchmark) -> dict[str, Any]:
+def meta() -> dict[str, Any]:
     info = jax_hpc.info()
     return {
         "device": jax.devices()[0].device_kind,
@@ -54,7 +59,6 @@ def meta(benchmark: Benchmark) -> dict[str, Any]:
         "jaxlib": info["jaxlib"],
         "version": info["version"],
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "sources_hash": sources_hash(benchmark.operators),
     }
 
 

@@ -19,6 +19,7 @@ from jax_hpc.ops import (
     qk_norm_rope_append,
     route_topk,
     router_gemm,
+    router_topk,
     split_router_weight,
 )
 from jax_hpc.rope import rope_table
@@ -48,5 +49,6 @@ __all__ = [
     "rope_table",
     "route_topk",
     "router_gemm",
+    "router_topk",
     "split_router_weight",
 ]

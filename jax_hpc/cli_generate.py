@@ -31,7 +31,7 @@ _KV_DTYPES = {
 _OPERATORS = {
     "attention": ("qk_norm_rope_append", "prefill_attention", "decode_attention"),
     "moe": ("fused_moe",),
-    "router": ("router_gemm", "route_topk"),
+    "router": ("router_topk",),
 }
 """Which operators an option chooses the form of."""
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")

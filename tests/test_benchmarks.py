@@ -1,160 +1,14 @@
-"""The benchmarks' own machinery, on a CPU: what is timed, what is kept, what is reported."""
+"""The benchmarks' rows, runner and report, on a CPU: what is asked for, kept and compared."""
 
 import json
 import re
+import threading
 
 import jax
-import jax.extend
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from benchmarks import report, results, rows, runner, timing
+from benchmarks import report, results, rows, runner
 from benchmarks.router import BENCHMARK, num_bytes
-from jax_hpc import profiling
-
-LAYERS, TOKENS, HIDDEN, EXPERTS = 5, 16, 64, 32
-
-
-def product(operands, state):
-    x, weight = operands
-    return jnp.einsum("th,eh->te", x, weight), state
-
-
-def product_workload():
-    def make(key):
-        x_key, weight_key = jax.random.split(key)
-        shapes = (TOKENS, HIDDEN), (EXPERTS, HIDDEN)
-        return tuple(map(jax.random.normal, (x_key, weight_key), shapes)), ()
-
-    size = 4 * (TOKENS * HIDDEN + EXPERTS * HIDDEN + TOKENS * EXPERTS)
-    return timing.Workload(make, product, size)
-
-
-def loop_and_operands(workload, passes=3):
-    made = [workload.make(key) for key in jax.random.split(jax.random.key(1), LAYERS)]
-    layers = [operands for operands, _ in made]
-    carry = timing.first_carry(workload, layers, [state for _, state in made])
-    return timing.looped(workload.call, passes), layers, carry
-
-
-@pytest.fixture(scope="module")
-def compiled_product():
-    loop, layers, carry = loop_and_operands(product_workload())
-    compiled = jax.jit(loop, donate_argnums=1).lower(layers, carry).compile()
-    return compiled, layers, carry
-
-
-def body_of(compiled):
-    """Lines of the computation that the while loop repeats."""
-    text = compiled.as_text()
-    name = re.search(r" while\(.*body=%?([\w.\-]+)", text)[1]
-    return re.search(rf"^%?{re.escape(name)} .*?^}}", text, re.M | re.S)[0].splitlines()
-
-
-# Timing.
-
-
-def test_every_call_stands_in_the_loop(compiled_product):
-    compiled, _, _ = compiled_product
-    timing.check_loop(compiled)
-    assert compiled.as_text().count(" dot(") == LAYERS
-    assert not profiling.loops_without_trip_count(compiled)
-
-
-def test_calls_are_scheduled_in_order(compiled_product):
-    compiled, _, _ = compiled_product
-    body = body_of(compiled)
-    kind = f"f32[{TOKENS},{EXPERTS}]"
-    computed = [
-        m[1]
-        for line in body
-        if (m := re.match(rf"\s*%?([\w.\-]+) = {re.escape(kind)}.* (?:fusion|dot)\(", line))
-    ]
-    root = next(line for line in body if "ROOT" in line)
-    operands = re.findall(r"%([\w.\-]+)", root[root.rindex(" tuple(") :])
-    assert len(computed) == LAYERS
-    assert [name for name in operands if name in computed] == computed
-
-
-def test_each_call_waits_for_the_one_before():
-    loop, layers, carry = loop_and_operands(product_workload())
-    (outer,) = [
-        e
-        for e in jax.make_jaxpr(loop)(layers, carry).eqns
-        if e.primitive.name in ("scan", "while")
-    ]
-    body = outer.params.get("jaxpr", outer.params.get("body_jaxpr")).jaxpr
-    origins, calls = {}, []
-    for eqn in body.eqns:
-        variables = [v for v in eqn.invars if not isinstance(v, jax.extend.core.Literal)]
-        before = set().union(*(origins.get(v, set()) for v in variables))
-        if eqn.primitive.name == "dot_general" or "einsum" in str(eqn.params.get("name")):
-            assert before == set(calls)
-            calls.append(len(calls))
-            before = before | {calls[-1]}
-        origins |= dict.fromkeys(eqn.outvars, before)
-    assert len(calls) == LAYERS
-
-
-def test_the_loop_gives_what_the_calls_give(compiled_product):
-    compiled, layers, carry = compiled_product
-    _, got, _ = compiled(layers, jax.tree.map(jnp.copy, carry))
-    for operands, result in zip(layers, got, strict=True):
-        np.testing.assert_allclose(result, product(operands, ())[0], rtol=1e-5, atol=1e-5)
-
-
-def test_work_that_left_the_loop_is_found():
-    weight = jnp.ones((HIDDEN, HIDDEN))
-
-    def invariant(x):
-        return jax.lax.fori_loop(0, 3, lambda _, y: y + x @ weight, x)
-
-    compiled = jax.jit(invariant).lower(weight).compile()
-    with pytest.raises(RuntimeError, match="outside the timed loop"):
-        timing.check_loop(compiled)
-
-
-def test_state_is_updated_in_place():
-    def make(key):
-        return jax.random.normal(key, (4, 8)), jnp.zeros((64, 8))
-
-    def call(row, cache):
-        cache = cache.at[jnp.arange(4) * 7].set(row)
-        return cache[:2].sum(axis=0), cache
-
-    loop, layers, carry = loop_and_operands(timing.Workload(make, call, 1))
-    compiled = jax.jit(loop, donate_argnums=1).lower(layers, carry).compile()
-    assert profiling.cache_copies(compiled, carry[2]) == []
-    _, _, states = compiled(layers, carry)
-    for row, cache in zip(layers, states, strict=True):
-        np.testing.assert_array_equal(cache[:22:7], row)
-
-
-def test_layers_are_cold():
-    assert timing.num_layers(3_154_688) == 64
-    assert timing.num_layers(10**9) == timing.MIN_LAYERS
-
-
-def test_measure():
-    measured = timing.measure(
-        product_workload(), estimate_us=5, cold_bytes=1, seconds=0.001, repeat_seconds=0.001
-    )
-    assert measured.layers == timing.MIN_LAYERS and measured.repeats >= 3
-    assert 0.05 < measured.us < 5000
-
-
-def test_calls_longer_than_a_repeat_still_run_in_a_loop():
-    timing.measure(
-        product_workload(), estimate_us=1e6, cold_bytes=1, seconds=0.001, repeat_seconds=0.001
-    )
-
-
-@pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
-def test_an_operator_that_did_nothing_is_an_error(value):
-    with pytest.raises(RuntimeError, match="NaN, infinities or only zeros"):
-        timing.check_results([jnp.full((2, 2), value)])
-
 
 # Rows.
 
@@ -178,7 +32,13 @@ def test_bytes_of_a_router():
     moved = 2 * 8 * 4096 + 4 * 8 * 128
     assert num_bytes(case, "cuda") == num_bytes(case, "xla") == moved + 4 * 128 * 4096
     assert num_bytes(case, "cuda:3") == moved + 6 * 128 * 4096
-    assert num_bytes(case, "router+topk") == num_bytes(case, "auto") + 8 * (8 * 8 + 4)
+    chosen = 8 * 8 * 8
+    logits = 4 * 8 * 128
+    assert num_bytes(case, "router+topk") == num_bytes(case, "auto") - logits + chosen
+    assert num_bytes(case, "router-topk") == num_bytes(case, "router+topk")
+    assert num_bytes(case, "topk") == logits + chosen
+    with_zero_experts = {"shape": "longcat", "m": 8}
+    assert num_bytes(with_zero_experts, "topk") == 4 * 8 * 768 + 8 * (8 * 12 + 4)
 
 
 def test_case_patterns():
@@ -187,7 +47,16 @@ def test_case_patterns():
     with pytest.raises(ValueError, match="no case matches 'hy4"):
         rows.select(BENCHMARK.cases, "hy4/*")
     with pytest.raises(ValueError, match="got \\['triton'\\]"):
-        BENCHMARK.select_impls("cuda,triton")
+        BENCHMARK.select_jobs(None, "cuda,triton")
+
+
+def test_impls_of_some_cases():
+    jobs = BENCHMARK.select_jobs("hy3/*,qwen3/64", "cuda,cuda:3@hy3/1|*/64,topk@longcat/*")
+    threes = [rows.case_name(case) for case, impl in jobs if impl == "cuda:3"]
+    assert threes == ["hy3/1", "hy3/64", "qwen3/64"] and len(jobs) == 12 + 3
+    default = BENCHMARK.select_jobs(None, None)
+    assert sum(impl == "auto" for _, impl in default) == len(BENCHMARK.cases)
+    assert {impl for _, impl in default} >= {"xla", "bf16x3", "xla-parts", "router-topk"}
 
 
 def test_every_impl_has_a_row_and_its_label():
@@ -195,12 +64,24 @@ def test_every_impl_has_a_row_and_its_label():
         assert BENCHMARK.label(BENCHMARK.row(BENCHMARK.cases[0], impl)) == impl
 
 
-@pytest.mark.parametrize("impl", ["auto", "bf16x3", "router+topk"])
+@pytest.mark.parametrize("impl", [impl for impl in BENCHMARK.impls if "cuda" not in impl])
 def test_router_workloads_trace(impl):
     workload = BENCHMARK.workload({"shape": "longcat", "m": 8}, impl)
     operands, state = jax.eval_shape(workload.make, jax.random.key(0))
     out, _ = jax.eval_shape(workload.call, operands, state)
-    assert jax.tree.leaves(out)[0].shape == (8, 768)
+    assert [leaf.shape for leaf in jax.tree.leaves(out)] == (
+        [(8, 12), (8, 12), (8,)] if "topk" in impl else [(8, 768)]
+    )
+
+
+def test_who_has_the_full_weight():
+    def full(impl):
+        workload = BENCHMARK.workload({"shape": "hy3", "m": 8}, impl)
+        (_, weight, _), _ = jax.eval_shape(workload.make, jax.random.key(0))
+        return weight.full is not None
+
+    assert full("auto") and full("xla") and full("bf16x3")
+    assert not any(map(full, ("auto-parts", "cuda", "xla-parts", "router-topk")))
 
 
 # Results and the runner.
@@ -224,6 +105,15 @@ def test_sources_hash(tmp_path):
     assert digest() != before
 
 
+def test_a_row_goes_stale_with_its_own_operators():
+    operators = {impl: BENCHMARK.operators(impl) for impl in BENCHMARK.impls}
+    for impl in ("auto", "auto-parts", "cuda:3", "xla", "xla-parts", "bf16x3"):
+        assert operators[impl] == ("router_gemm",)
+    assert operators["topk"] == ("route_topk",)
+    assert operators["router+topk:3"] == ("router_gemm", "route_topk")
+    assert operators["router-topk"] == ("router_gemm", "route_topk", "router_topk")
+
+
 def test_rows_of_another_device_are_refused(tmp_path):
     kept = results.Results(tmp_path / "router.jsonl")
     kept.start({"device": "H200", "driver": "580", "jax": "1", "jaxlib": "1"})
@@ -236,13 +126,18 @@ class Worker:
 
     def __init__(self, monkeypatch, times, fails=(), dies_at=None, process_limit=None):
         self.asked, self.times, self.fails, self.dies_at = [], times, fails, dies_at
-        self.hash = results.sources_hash(BENCHMARK.operators)
+        self.hash = results.sources_hash(("router_gemm",))
         self.process_limit = process_limit
+        self.devices = []
+        self.lock = threading.Lock()
         monkeypatch.setattr(runner, "messages", self.messages)
 
-    def messages(self, plan, jobs):
-        self.asked.append([runner.job_name(job) for job in jobs])
-        yield {"meta": {"device": "test", "sources_hash": self.hash}}
+    def messages(self, plan, jobs, device):
+        with self.lock:
+            time = self.times[len(self.asked)]
+            self.asked.append([runner.job_name(job) for job in jobs])
+            self.devices.append(device)
+        yield {"meta": {"device": "test"}}
         for case, impl in jobs:
             name = runner.job_name((case, impl))
             if name == self.dies_at:
@@ -250,7 +145,7 @@ class Worker:
             if name in self.fails:
                 yield {"error": "NotImplementedError: no"}
             else:
-                yield {"us": self.times[len(self.asked) - 1], "layers": 8}
+                yield {"us": time, "layers": 8, "spent": {}, "sources_hash": self.hash}
         if len(self.asked) == self.process_limit:
             plan.deadline = 0.0
 
@@ -287,6 +182,47 @@ def test_median_of_processes_and_resuming(tmp_path, monkeypatch, capsys):
     assert len(results.read_results(path)[1]) == 6
 
 
+def test_groups_are_spread_over_devices(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    worker = Worker(monkeypatch, [5.0] * 99)
+    measured = run(tmp_path / "r.jsonl", "--devices", "2", "--group", "2", selected="qwen3/*")
+    assert len(measured) == 22 and {row["processes"] for row in measured.values()} == {3}
+    assert len(worker.asked) == 3 * 6 and set(worker.devices) <= {0, 1}
+    of_group = {}
+    for jobs, device in zip(worker.asked, worker.devices, strict=True):
+        of_group.setdefault(tuple(jobs), set()).add(device)
+    assert all(len(devices) == 1 for devices in of_group.values()), of_group
+
+
+def test_processes_are_pinned_to_their_devices(monkeypatch, tmp_path):
+    seen = []
+
+    def popen(*_, env, **__):
+        seen.append(env.get("CUDA_VISIBLE_DEVICES"))
+        raise OSError("no process here")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert runner.visible_devices() == ["3", "5"]
+    monkeypatch.setattr(runner.subprocess, "Popen", popen)
+    for devices, device in ((2, 0), (2, 1), (1, 0)):
+        plan = runner.Plan(BENCHMARK, None, 1, 1, devices, 1.0, 1e9, {}, {})
+        with pytest.raises(OSError, match="no process"):
+            next(runner.messages(plan, [], device))
+    assert seen == ["3", "5", None]
+    with pytest.raises(ValueError, match="--devices 3: this machine shows 2 GPUs"):
+        run(tmp_path / "r.jsonl", "--devices", "3")
+
+
+def test_an_error_on_one_device_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    worker = Worker(monkeypatch, [5.0] * 99)
+    path = tmp_path / "r.jsonl"
+    results.Results(path).start({"device": "another"})
+    with pytest.raises(ValueError, match="write to another file"):
+        run(path, "--devices", "2", "--group", "1", selected="qwen3/*")
+    assert len(worker.asked) <= 2
+
+
 def test_a_failing_row_keeps_no_other_from_being_measured(tmp_path, monkeypatch, capsys):
     worker = Worker(monkeypatch, [5.0] * 9, fails=("qwen3/8 auto",), dies_at="qwen3/8 xla")
     measured = run(tmp_path / "r.jsonl", "--processes", "2")
@@ -319,8 +255,9 @@ def test_a_row_measured_in_a_real_process(tmp_path, monkeypatch, capsys):
     assert meta is not None and {"device", "driver", "jax", "jaxlib", "date", "version"} <= set(
         meta
     )
-    assert meta["sources_hash"] == results.sources_hash(BENCHMARK.operators)
-    assert "xla" in [row["impl"] for row in measured], output
+    (row,) = (row for row in measured if row["impl"] == "xla")
+    assert row["sources_hash"] == results.sources_hash(("router_gemm",))
+    assert re.search(r"s on 1 device\(s\); .*starting processes \d+, making operands", output)
     if jax.default_backend() == "cpu":
         assert "qwen3/1 cuda: NotImplementedError" in output
 
@@ -344,12 +281,22 @@ PEERS = [
 
 def test_comparison_with_the_fastest_equal_peer():
     ours = [synthetic("cuda", 1, 3.0), synthetic("cuda", 8, 3.0), synthetic("xla", 1, 4.0)]
+    ours.append(synthetic("xla-parts", 8, 5.0) | {"terms": 3})  # of another number of terms
     one, eight = report.compare(BENCHMARK, ours, PEERS)
     assert (one.peer, one.peer_us) == ("xla", 4.0), "measured beside it, so the record is replaced"
     assert (eight.peer, eight.ratio) == ("hpcops:router", 2.0), "TF32 is no rival"
     text = "\n".join(report.summary(BENCHMARK, [one, eight]))
     assert re.search(r"cuda +all +2 rows +geometric mean +1\.63x", text)
-    assert re.search(r"cuda +m >= 8 +1 rows +geometric mean +2\.00x", text)
+    assert re.search(
+        r"cuda +m >= 8 +1 rows +geometric mean +2\.00x +least +2\.00x \(hy3/8\)", text
+    )
+
+
+def test_one_call_competes_with_two():
+    ours = [synthetic(i, 8, us) for i, us in (("router-topk", 6.0), ("router+topk", 7.5))]
+    (comparison,) = report.compare(BENCHMARK, [*ours, synthetic("xla", 8, 1.0)], PEERS)
+    assert (comparison.label, comparison.peer) == ("router-topk", "router+topk")
+    assert comparison.ratio == 1.25
 
 
 @pytest.mark.parametrize(

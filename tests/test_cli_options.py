@@ -9,7 +9,8 @@ from jax_hpc import cli, cli_generate
 @pytest.mark.parametrize(
     ("option", "kernels", "gpus", "unusable", "reason"),
     [
-        ("router", ("router_gemm",), (), None, "no CUDA kernel for route_topk in this version"),
+        ("router", ("router_gemm",), (), None, "no CUDA kernel for router_topk in this version"),
+        ("router", ("router_topk",), (), None, "no CUDA device"),
         ("moe", (), ("a GPU",), None, "no CUDA kernel for fused_moe in this version"),
         ("moe", ("fused_moe",), (), None, "no CUDA device"),
         ("moe", ("fused_moe",), ("a GPU",), "built without CUDA", "built without CUDA"),

@@ -15,6 +15,8 @@ from jax_hpc import _registry
 EXPECTED = {
     "tiled_kernel": ("HGMMA", "UTMALDG", "SYNCS"),  # wgmma, the copy engine, mbarriers
     "stream_kernel": ("HMMA.16816.F32.BF16",),
+    "topk_warp_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),  # overlap, warp-wide integers
+    "topk_cta_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),
     "probe_kernel": (),
 }
 # ptxas keeps a few uniform values on the stack outside the loops; an array there is a fault.

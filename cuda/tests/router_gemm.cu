@@ -1,6 +1,7 @@
 // The router product without JAX: every configuration against float64, and how long each takes.
 //
-//   router_gemm check          small problems, all configurations; quick under compute-sanitizer
+//   router_gemm check          small problems, all configurations
+//   router_gemm check small    a few of them, for compute-sanitizer's slower tools
 //   router_gemm time H E [T..] all configurations of a router by time, best first
 //
 // Built by `make kernel-tests`.
@@ -8,6 +9,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -19,66 +21,18 @@
 
 #include "router_gemm/heuristics.h"
 #include "router_gemm/launch.h"
+#include "tests/support.cuh"
 
 namespace {
 
 using jax_hpc::router_gemm::Config;
 using jax_hpc::router_gemm::Kernel;
 using jax_hpc::router_gemm::Problem;
-
-void require(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  std::cerr << what << ": " << cudaGetErrorString(status) << "\n";
-  std::exit(2);
-}
-
-// An array on the device that lives as long as the scope.
-template <class T>
-class DeviceArray {
- public:
-  explicit DeviceArray(size_t size) : size_(size) {
-    require(cudaMalloc(&data_, size * sizeof(T)), "cudaMalloc");
-  }
-  ~DeviceArray() { cudaFree(data_); }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-
-  T* data() const { return data_; }
-  void poison() { require(cudaMemset(data_, 0xff, size_ * sizeof(T)), "cudaMemset"); }
-  std::vector<T> host() const {
-    std::vector<T> copy(size_);
-    require(cudaMemcpy(copy.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost),
-            "cudaMemcpy");
-    return copy;
-  }
-
- private:
-  T* data_ = nullptr;
-  size_t size_;
-};
-
-// Random numbers from a counter: the same on every machine.
-
-__device__ uint32_t mix(uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x7feb352du;
-  x = (x ^ (x >> 15)) * 0x846ca68bu;
-  return x ^ (x >> 16);
-}
-
-__device__ float normal(size_t index, uint32_t seed) {
-  const uint32_t key = mix(static_cast<uint32_t>(index) + mix(seed));
-  const float radius = (static_cast<float>(key) + 1.0f) * 0x1p-32f;
-  const float turn = static_cast<float>(mix(key + 1)) * 0x1p-32f;
-  return sqrtf(-2.0f * logf(radius)) * cospif(2.0f * turn);
-}
-
-__global__ void fill_activations(__nv_bfloat16* x, size_t size, uint32_t seed, bool positive) {
-  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
-       i += size_t{gridDim.x} * blockDim.x) {
-    const float value = normal(i, seed);
-    x[i] = __float2bfloat16(positive ? fabsf(value) : value);
-  }
-}
+using jax_hpc::tests::DeviceArray;
+using jax_hpc::tests::fill_normal;
+using jax_hpc::tests::normal;
+using jax_hpc::tests::require;
+using jax_hpc::tests::time_in_graph;
 
 __global__ void fill_weights(__nv_bfloat16* parts, float* full, size_t size, int terms,
                              uint32_t seed, bool positive) {
@@ -144,7 +98,7 @@ double worst_error(const Problem& p, const Config& config, bool positive, uint32
   DeviceArray<float> logits(size + kGuard);
   DeviceArray<double> truth(size);
   DeviceArray<double> magnitude(size);
-  fill_activations<<<64, 256>>>(x.data(), x_size, seed, positive);
+  fill_normal<<<64, 256>>>(x.data(), x_size, seed, positive);
   fill_weights<<<64, 256>>>(parts.data(), full.data(), w_size, p.terms, seed + 1, positive);
   reference<<<static_cast<int>(size / 128 + 1), 128>>>(p, x.data(), full.data(), truth.data(),
                                                        magnitude.data());
@@ -171,17 +125,22 @@ double worst_error(const Problem& p, const Config& config, bool positive, uint32
   return worst;
 }
 
-int check() {
-  // None of the sizes fills a tile; one hidden size is not 16-byte aligned.
-  const int shapes[][3] = {{1, 8, 1}, {13, 520, 70}, {67, 1000, 33}, {130, 96, 257}, {5, 123, 19}};
+int check(bool small) {
+  // None of the sizes fills a tile; one hidden size is not 16-byte aligned. More than 512 hidden
+  // values go round every ring and are summed in two parts.
+  using Shapes = std::vector<std::array<int, 3>>;
+  const Shapes few = {{13, 520, 40}, {5, 123, 19}};
+  const Shapes all = {{1, 8, 1}, {13, 520, 70}, {67, 1000, 33}, {130, 96, 257}, {5, 123, 19}};
   const double bounds[] = {std::ldexp(1, -8), std::ldexp(1, -16), std::ldexp(1, -21)};
   int failures = 0;
   int runs = 0;
   for (int terms = 1; terms <= 3; ++terms) {
-    for (const auto& [tokens, hidden, experts] : shapes) {
+    for (const auto& [tokens, hidden, experts] : small ? few : all) {
       const Problem problem{tokens, hidden, experts, terms};
       for (const Config& config : all_configs(problem)) {
+        if (small && config.cluster != 1 && config.cluster != 4) continue;
         for (const bool positive : {false, true}) {
+          if (small && positive) continue;
           const double error = worst_error(problem, config, positive, static_cast<uint32_t>(runs));
           ++runs;
           if (error <= bounds[terms - 1]) continue;
@@ -196,8 +155,8 @@ int check() {
   return failures == 0 ? 0 : 1;
 }
 
-// Microseconds of one call with cold operands: a graph of calls on more than 200 MB of distinct
-// arrays, the median of 15 replays; negative where there is no such instance.
+// Microseconds of one call with cold operands, more than 200 MB of distinct arrays; negative where
+// there is no such instance.
 double time_of(const Problem& p, const Config& config) {
   const size_t x_size = size_t(p.tokens) * p.hidden;
   const size_t w_size = size_t(p.experts) * p.hidden * p.terms;
@@ -206,45 +165,12 @@ double time_of(const Problem& p, const Config& config) {
   DeviceArray<__nv_bfloat16> x(x_size * calls);
   DeviceArray<__nv_bfloat16> parts(w_size * calls);
   DeviceArray<float> logits(size * calls);
-  fill_activations<<<256, 256>>>(x.data(), x_size * calls, 1, false);
-  fill_activations<<<256, 256>>>(parts.data(), w_size * calls, 2, false);
-  cudaStream_t stream;
-  require(cudaStreamCreate(&stream), "cudaStreamCreate");
-  cudaGraph_t graph;
-  require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  bool exists = true;
-  for (int i = 0; i < calls && exists; ++i) {
-    exists =
-        jax_hpc::router_gemm::launch(p, config, x.data() + i * x_size, parts.data() + i * w_size,
-                                     logits.data() + i * size, stream) == cudaSuccess;
-  }
-  require(cudaStreamEndCapture(stream, &graph), "capture");
-  std::vector<float> times;
-  if (exists) {
-    cudaGraphExec_t program;
-    require(cudaGraphInstantiate(&program, graph, 0), "cudaGraphInstantiate");
-    cudaEvent_t begin;
-    cudaEvent_t end;
-    require(cudaEventCreate(&begin), "cudaEventCreate");
-    require(cudaEventCreate(&end), "cudaEventCreate");
-    for (int i = 0; i < 18; ++i) {
-      require(cudaEventRecord(begin, stream), "cudaEventRecord");
-      require(cudaGraphLaunch(program, stream), "cudaGraphLaunch");
-      require(cudaEventRecord(end, stream), "cudaEventRecord");
-      require(cudaEventSynchronize(end), "cudaEventSynchronize");
-      float milliseconds = 0;
-      require(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime");
-      if (i >= 3) times.push_back(milliseconds);  // after three rounds of warm-up
-    }
-    cudaEventDestroy(begin);
-    cudaEventDestroy(end);
-    cudaGraphExecDestroy(program);
-  }
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
-  if (times.empty()) return -1;
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return 1000.0 * times[times.size() / 2] / calls;
+  fill_normal<<<256, 256>>>(x.data(), x_size * calls, 1, false);
+  fill_normal<<<256, 256>>>(parts.data(), w_size * calls, 2, false);
+  return time_in_graph(calls, [&](int i, cudaStream_t stream) {
+    return jax_hpc::router_gemm::launch(p, config, x.data() + i * x_size, parts.data() + i * w_size,
+                                        logits.data() + i * size, stream);
+  });
 }
 
 void print_times(int hidden, int experts, int tokens, int terms, int num_sms) {
@@ -275,9 +201,9 @@ int main(int argc, char** argv) {
   int num_sms = 0;
   require(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0), "device 0");
   const std::string command = argc > 1 ? argv[1] : "";
-  if (command == "check") return check();
+  if (command == "check") return check(argc > 2 && std::string(argv[2]) == "small");
   if (command != "time" || argc < 4) {
-    std::cerr << "usage: router_gemm check | time H E [T ...]\n";
+    std::cerr << "usage: router_gemm check [small] | time H E [T ...]\n";
     return 2;
   }
   std::vector<int> tokens;

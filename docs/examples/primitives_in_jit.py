@@ -11,8 +11,7 @@ from jax_hpc import (
     fused_moe,
     qk_norm_rope_append,
     rope_table,
-    route_topk,
-    router_gemm,
+    router_topk,
     split_router_weight,
 )
 from jax_hpc.cache import slots_of
@@ -70,7 +69,7 @@ def layer(weights, x, cache, page_table, lens):
     x = x + attended.reshape(BATCH, -1) @ weights["o"]
 
     normalised = rms_norm(x)
-    route = route_topk(router_gemm(normalised, weights["router"]), TOP_K, renormalize=True)
+    route = router_topk(normalised, weights["router"], TOP_K, renormalize=True)
     return x + fused_moe(normalised, route.ids, route.weights, weights["experts"]), tuple(cache)
 
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_hpc.nn.init import normal
-from jax_hpc.ops.route_topk import RouteResult, route_topk
-from jax_hpc.ops.router_gemm import SplitWeight, router_gemm, split_router_weight
+from jax_hpc.ops.route_topk import RouteResult
+from jax_hpc.ops.router_gemm import SplitWeight, split_router_weight
+from jax_hpc.ops.router_topk import router_topk
 from jax_hpc.types import Implementation
 
 
@@ -61,9 +62,9 @@ class SplitRouter(nnx.Module):
           active: bool ``[T]``; rows that are False get no expert (ids -1, identity weight 0) and
             cost none.
         """
-        logits = router_gemm(x, SplitWeight(self.parts[...]), implementation=self.implementation)
-        result = route_topk(
-            logits,
+        result = router_topk(
+            x,
+            SplitWeight(self.parts[...]),
             self.top_k,
             scoring=self.scoring,
             bias=None if self.bias is None else self.bias[...],

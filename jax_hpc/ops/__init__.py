@@ -6,6 +6,7 @@ from jax_hpc.ops.prefill_attention import prefill_attention
 from jax_hpc.ops.qk_norm_rope_append import PrologueOut, qk_norm_rope_append
 from jax_hpc.ops.route_topk import RouteResult, route_topk
 from jax_hpc.ops.router_gemm import SplitWeight, router_gemm, split_router_weight
+from jax_hpc.ops.router_topk import router_topk
 
 __all__ = [
     "DecodeSchedule",
@@ -22,5 +23,6 @@ __all__ = [
     "qk_norm_rope_append",
     "route_topk",
     "router_gemm",
+    "router_topk",
     "split_router_weight",
 ]

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_hpc import _registry
 from jax_hpc.ops.route_topk import RouteResult, route_topk
 from jax_hpc.ops.route_topk.cases import CASES, Case
-from tests.support import route_truth
+from jax_hpc.ops.route_topk.primitive import MOST_EXPERTS
+from tests.support import route_check, route_truth
 from tests.support.numerics import assert_bitwise, assert_close
 
 
@@ -31,6 +33,10 @@ def truth(case: Case, logits: np.ndarray, bias: np.ndarray) -> route_truth.Route
         return route_truth.longcat(logits, bias, case.k, options["scale"], zero)
     groups, chosen = options["num_groups"], options["topk_groups"]
     return route_truth.deepseek_v3(logits, bias, case.k, options["scale"], groups, chosen)
+
+
+def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
 
 def separated_logits(rng: np.random.Generator, tokens: int, experts: int) -> np.ndarray:
@@ -57,6 +63,34 @@ def test_models(case: Case, rng: np.random.Generator) -> None:
         assert not np.array_equal(want.ids, truth(case, logits, np.zeros_like(bias)).ids)
     if "num_zero_experts" in case.options:
         assert np.any(want.ids == -1) and np.any(want.ids >= 0)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("experts", "k"), [(1, 1), (33, 33), (96, 7), (1200, 12)])
+def test_every_option_at_once(rng, scoring, experts, k) -> None:
+    logits = rng.normal(0, 3, (60, experts)).astype(np.float32)
+    logits[3], logits[4, ::2], logits[5, experts // 2] = np.nan, -np.inf, np.inf
+    bias = rng.normal(0, 0.05, experts).astype(np.float32)
+    groups = 3 if experts % 3 == 0 and k < experts else 1
+    options = {"scoring": scoring, "num_groups": groups, "topk_groups": max(1, groups - 1)}
+    for b in (None, bias):
+        for zero in (0, experts // 3):
+            options |= {"num_zero_experts": zero, "renormalize": zero > 0, "scale": 2.5}
+            got = route(logits, k, bias=b, **options)
+            route_check.assert_route(got, logits, k, bias=b, **options)
+
+
+def test_the_check_notices_a_wrong_choice(rng) -> None:
+    logits = rng.normal(0, 3, (4, 64)).astype(np.float32)
+    want = route_check.choose(logits, 5)
+    ids = want.ids.copy()
+    ids[2, 1], ids[2, 2] = ids[2, 2], ids[2, 1]
+    with pytest.raises(AssertionError, match="token 2, place 1"):
+        route_check.assert_route(RouteResult(ids, want.weights, want.identity_weight), logits, 5)
+    weights = want.weights.copy()
+    weights[3, 0] *= 1 + 1e-5
+    with pytest.raises(AssertionError, match=r"worst at \(3, 0\)"):
+        route_check.assert_route(RouteResult(want.ids, weights, want.identity_weight), logits, 5)
 
 
 def test_renormalized_softmax_is_the_softmax_of_the_chosen_logits(rng) -> None:
@@ -192,7 +226,46 @@ def test_refuses(change, error, words) -> None:
 
 
 def test_refuses_a_kernel_and_a_gradient() -> None:
-    with pytest.raises(NotImplementedError, match="route_topk: no CUDA kernel"):
-        route_topk(jnp.zeros((1, 4)), 2, implementation="cuda")
+    most = MOST_EXPERTS
+    with pytest.raises(NotImplementedError, match=f"at most {most} experts, got {most + 1}"):
+        jax.eval_shape(lambda x: route_topk(x, 2, implementation="cuda"), shape(1, most + 1))
     with pytest.raises(NotImplementedError, match="route_topk cannot be differentiated"):
         jax.grad(lambda x: route_topk(x, 2).weights.sum())(jnp.zeros((1, 4)))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_what_the_handler_is_given(monkeypatch, with_bias) -> None:
+    monkeypatch.setattr(_registry, "unusable_reason", lambda: None)
+    bias = shape(12) if with_bias else None
+
+    def lower(**options) -> str:
+        call = functools.partial(route_topk, implementation="cuda", **options)
+        traced = jax.jit(lambda x, b: call(x, bias=b)).trace(shape(5, 12), bias)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    # Attributes are numbers of fixed types, whichever types they were given as.
+    for number, real in ((int, float), (np.int64, np.float64), (np.uint8, np.float32)):
+        text = lower(
+            k=number(3),
+            scoring="sigmoid",
+            renormalize=True,
+            scale=real(2.5),
+            num_zero_experts=number(4),
+            num_groups=number(3),
+            topk_groups=number(2),
+        )
+        call = next(line for line in text.splitlines() if "@jax_hpc.route_topk.v1" in line)
+        for attribute in (
+            "k = 3 : i32",
+            "scoring = 1 : i32",
+            "renormalize = true",
+            "scale = 2.500000e+00 : f32",
+            "num_zero_experts = 4 : i32",
+            "num_groups = 3 : i32",
+            "topk_groups = 2 : i32",
+        ):
+            assert attribute in call, call
+        operands = "tensor<5x12xf32>, tensor<12xf32>" if with_bias else "tensor<5x12xf32>"
+        types = f"({operands}) -> (tensor<5x3xi32>, tensor<5x3xf32>, tensor<5xf32>)"
+        assert call.rstrip().endswith(types), call
+    assert "scoring = 0 : i32" in lower(k=2)

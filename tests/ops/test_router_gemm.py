@@ -8,6 +8,8 @@ import pytest
 
 from jax_hpc import SplitWeight, router_gemm, split_router_weight
 from jax_hpc.ops.router_gemm.cases import CASES
+from jax_hpc.ops.router_gemm.primitive import OPERATOR
+from jax_hpc.ops.router_gemm.signature import Operands, Params
 from tests.support.numerics import assert_bitwise, assert_close
 
 BOUNDS = {1: 2.0**-8, 2: 2.0**-16, 3: 2.0**-21}
@@ -33,7 +35,6 @@ def test_accuracy(
     want, magnitude = truth(x, w)
     if implementation == "reference":
         from jax_hpc.ops.router_gemm import reference
-        from jax_hpc.ops.router_gemm.signature import Operands, Params
 
         got = jax.jit(reference.router_gemm, static_argnums=1)(
             Operands(x, weight), Params()
@@ -137,3 +138,24 @@ def test_split_checks() -> None:
         split_router_weight(jnp.zeros((2, 2), jnp.float16))
     with pytest.raises(ValueError, match=r"'weight' must have shape \[E, H\], got \(2,\)"):
         split_router_weight(jnp.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "experts", "words"),
+    [
+        (128 * 65535, 64, 8, None),
+        (128 * 65535 + 1, 64, 8, "T must be at most 8388480 where H is a multiple of 8, got"),
+        (16 * 65535, 63, 8, None),
+        (16 * 65535 + 1, 63, 8, "T must be at most 1048560 where H is no multiple of 8, got"),
+        (2**31, 8, 8, "T must be at most 2147482624, got 2147483648"),
+        (1, 2**31, 1, "H must be at most 2147482624, got 2147483648"),
+        (1, 8, 2**31, "E must be at most 2147482624, got 2147483648"),
+    ],
+)
+def test_what_no_launch_can_do_has_no_kernel(
+    tokens: int, hidden: int, experts: int, words: str | None
+) -> None:
+    x = jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16)
+    weight = SplitWeight(jax.ShapeDtypeStruct((2, experts, hidden), jnp.bfloat16))
+    reason = OPERATOR.why_no_kernel(Operands(x, weight), Params())
+    assert (reason is None) if words is None else (reason or "").startswith(words), reason

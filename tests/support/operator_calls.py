@@ -1,6 +1,7 @@
-"""One small call of every operator, for tests that hold for all of them."""
+"""Small calls of every operator, and of every kernel, for tests that hold for all of them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jax_hpc
+from jax_hpc import _registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,20 +41,32 @@ def _integers(values: Any) -> jax.Array:
     return jnp.asarray(values, jnp.int32)
 
 
-def _router_gemm(rng: np.random.Generator) -> Call:
-    weight = jax_hpc.split_router_weight(_array(rng, 16, 32))
+def _router_gemm(rng: np.random.Generator, tokens: int = 8, hidden: int = 32) -> Call:
+    weight = jax_hpc.split_router_weight(_array(rng, 16, hidden))
 
     def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
         return jax_hpc.router_gemm(x, rest, implementation=implementation)
 
-    return Call("router_gemm", run, _array(rng, 8, 32), weight, P("t"), P(), P("t"))
+    return Call("router_gemm", run, _array(rng, tokens, hidden), weight, P("t"), P(), P("t"))
 
 
-def _route_topk(rng: np.random.Generator) -> Call:
+def _route_topk(rng: np.random.Generator, experts: int = 16) -> Call:
     def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
         return jax_hpc.route_topk(x, 3, bias=rest, renormalize=True, implementation=implementation)
 
-    return Call("route_topk", run, _array(rng, 8, 16), _array(rng, 16), P("t"), P(), P("t"))
+    logits, bias = _array(rng, 8, experts), _array(rng, experts)
+    return Call("route_topk", run, logits, bias, P("t"), P(), P("t"))
+
+
+def _router_topk(rng: np.random.Generator, tokens: int = 8, hidden: int = 32) -> Call:
+    weight, bias = jax_hpc.split_router_weight(_array(rng, 16, hidden)), _array(rng, 16)
+
+    def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
+        weight, bias = rest
+        return jax_hpc.router_topk(x, weight, 3, bias=bias, implementation=implementation)
+
+    x = _array(rng, tokens, hidden)
+    return Call("router_topk", run, x, (weight, bias), P("t"), P(), P("t"))
 
 
 def _pages(rng: np.random.Generator, heads: int) -> tuple[jax.Array, jax.Array]:
@@ -160,4 +174,42 @@ MAKERS = {
     "qk_norm_rope_append": _qk_norm_rope_append,
     "route_topk": _route_topk,
     "router_gemm": _router_gemm,
+    "router_topk": _router_topk,
 }
+
+# Operators whose kernels have several paths, each with its own call.
+_PATHS = {
+    "route_topk": {
+        "few experts": _route_topk,
+        "many experts": functools.partial(_route_topk, experts=1500),
+    },
+    "router_gemm": {
+        "few tokens": _router_gemm,
+        "many tokens": functools.partial(_router_gemm, tokens=520, hidden=128),
+        "unaligned rows": functools.partial(_router_gemm, tokens=24, hidden=33),
+    },
+    "router_topk": {
+        "few tokens": _router_topk,
+        "many tokens": functools.partial(_router_topk, tokens=520, hidden=128),
+    },
+}
+
+
+def kernel_makers() -> dict[str, Callable[[np.random.Generator], Call]]:
+    """A maker of a call that a kernel takes, for every path of every operator that has one."""
+    makers = {}
+    for name in sorted(name for name, op in _registry.OPERATORS.items() if op.kernel is not None):
+        for path, make in _PATHS.get(name, {"": MAKERS[name]}).items():
+            makers[f"{name}: {path}" if path else name] = functools.partial(_for_kernel, make)
+    return makers
+
+
+def _for_kernel(make: Callable[[np.random.Generator], Call], rng: np.random.Generator) -> Call:
+    """The call bound to its kernel, with activations in bf16 where it takes no others."""
+    call = make(rng)
+    run = functools.partial(call.run, implementation="cuda")
+    try:
+        jax.eval_shape(run, call.x, call.rest)
+    except NotImplementedError:
+        call = dataclasses.replace(call, x=call.x.astype(jnp.bfloat16))
+    return dataclasses.replace(call, run=run)

@@ -1,9 +1,9 @@
 """Public function of router_gemm."""
 
 import jax
-import jax.numpy as jnp
 
-from jax_hpc._checks import Dims, check, check_dtype
+from jax_hpc._checks import Dims
+from jax_hpc.ops.router_gemm.checks import check_operands
 from jax_hpc.ops.router_gemm.primitive import OPERATOR
 from jax_hpc.ops.router_gemm.signature import Operands, Params
 from jax_hpc.ops.router_gemm.weights import SplitWeight
@@ -34,19 +34,5 @@ def router_gemm(
       NotImplementedError: ``implementation="cuda"`` and no kernel takes the case.
     """
     operator = "router_gemm"
-    if not isinstance(weight, SplitWeight):
-        raise TypeError(
-            f"{operator}: argument 'weight' must be a SplitWeight (see split_router_weight), "
-            f"got {type(weight).__name__}"
-        )
-    dims = Dims(operator)
-    dims.match("x", x, "T H")
-    check_dtype(operator, "x", x, (jnp.bfloat16, jnp.float32))
-    dims.match("weight.parts", weight.parts, "terms E H")
-    check_dtype(operator, "weight.parts", weight.parts, (jnp.bfloat16,))
-    terms = dims["terms"]
-    check(terms in (1, 2, 3), operator, "weight.parts", expected="1 to 3 terms", got=terms)
-    if weight.full is not None:
-        dims.match("weight.full", weight.full, "E H")
-        check_dtype(operator, "weight.full", weight.full, (jnp.float32,))
+    check_operands(operator, x, weight, Dims(operator))
     return OPERATOR(Operands(x, weight), Params(), implementation=implementation).logits

@@ -1,0 +1,61 @@
+"""router_topk as a JAX primitive: both kernels behind one handler."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_hpc._primitive import Fold, Kernel, Operator
+from jax_hpc.ops.route_topk.primitive import options, too_many_experts
+from jax_hpc.ops.router_topk import heuristics, reference, xla
+from jax_hpc.ops.router_topk.signature import Operands, Params, logits_shape, shape_rule
+
+
+def _unsupported(operands: Operands, params: Params) -> str | None:
+    del params
+    if operands.x.dtype != jnp.bfloat16:
+        return f"x must be bfloat16, got {operands.x.dtype.name}"
+    return too_many_experts(operands.weight.parts.shape[1])
+
+
+def _attributes(operands: Operands, params: Params) -> Mapping[str, Any]:
+    del operands
+    return {"options": options(params.route), "pdl": params.overlap}
+
+
+def _inputs(operands: Operands) -> tuple[Any, ...]:
+    bias = () if operands.bias is None else (operands.bias,)
+    return (operands.x, operands.weight.parts, *bias)
+
+
+def _workspaces(operands: Operands, params: Params) -> tuple[jax.ShapeDtypeStruct]:
+    del params
+    return (logits_shape(operands),)
+
+
+def _preferred(operands: Operands, params: Params) -> bool:
+    del params
+    (tokens, hidden), experts = operands.x.shape, operands.weight.parts.shape[1]
+    return heuristics.prefers_kernel(tokens=tokens, hidden=hidden, experts=experts)
+
+
+KERNEL = Kernel(
+    target="jax_hpc.router_topk.v1",
+    unsupported=_unsupported,
+    attributes=_attributes,
+    inputs=_inputs,
+    workspaces=_workspaces,
+    preferred=_preferred,
+)
+
+OPERATOR = Operator(
+    "router_topk",
+    shape_rule=shape_rule,
+    reference=reference.router_topk,
+    xla=xla.router_topk,
+    kernel=KERNEL,
+    fold=Fold(frozenset({"x"}), frozenset({"ids", "weights", "identity_weight"})),
+    gradient="it serves inference; differentiate the softmax or sigmoid of x @ W.T in float32 "
+    "and jax.lax.top_k instead",
+)

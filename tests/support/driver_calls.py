@@ -1,0 +1,106 @@
+"""What a program asks of the CUDA driver: every call is counted, by CUPTI's callbacks.
+
+Nothing is traced and no profiler of JAX's runs, so that XLA works as always: while its profiler
+records, it replays no graphs.
+"""
+
+import collections
+import contextlib
+import ctypes
+import glob
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_DRIVER_API = 1
+_ENTER = 0
+_LAUNCH = re.compile(r"cuLaunch(Cooperative)?Kernel")
+_MOVES = re.compile(r"cuMem(cpy|set)")
+
+
+class _CallbackData(ctypes.Structure):
+    """The first fields of CUpti_CallbackData."""
+
+    _fields_ = (
+        ("site", ctypes.c_int),
+        ("function_name", ctypes.c_char_p),
+        ("function_params", ctypes.c_void_p),
+        ("return_value", ctypes.c_void_p),
+        ("symbol_name", ctypes.c_char_p),
+    )
+
+
+_CALLBACK = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(_CallbackData)
+)
+
+
+class DriverCalls(collections.Counter[str]):
+    """Number of calls by the function's name, without its version's suffix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[str] = []
+        """Names of the kernels launched singly or captured, in order; mangled."""
+
+    def _sum(self, pattern: re.Pattern[str]) -> int:
+        return sum(count for name, count in self.items() if pattern.match(name))
+
+    @property
+    def launches(self) -> int:
+        """Kernels launched singly, or captured into a graph."""
+        return self._sum(_LAUNCH)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs launched."""
+        return self["cuGraphLaunch"]
+
+    @property
+    def moves(self) -> int:
+        """Copies and fills."""
+        return self._sum(_MOVES)
+
+
+@contextlib.contextmanager
+def driver_calls() -> Iterator[DriverCalls]:
+    """Count the driver calls of the whole process while the context is open."""
+    calls = DriverCalls()
+
+    def note(_user: object, _domain: int, _id: int, data: Any) -> None:
+        fields = data.contents
+        if fields.site != _ENTER or fields.function_name is None:
+            return
+        name = re.sub(r"(_v\d+)?(_ptsz|_ptds)?$", "", fields.function_name.decode())
+        calls[name] += 1
+        if _LAUNCH.match(name) and fields.symbol_name is not None:
+            calls.kernels.append(fields.symbol_name.decode())
+
+    cupti, subscriber, callback = _library(), ctypes.c_void_p(), _CALLBACK(note)
+    _check(cupti, cupti.cuptiSubscribe(ctypes.byref(subscriber), callback, None))
+    try:
+        _check(cupti, cupti.cuptiEnableDomain(ctypes.c_uint32(1), subscriber, _DRIVER_API))
+        yield calls
+    finally:
+        _check(cupti, cupti.cuptiUnsubscribe(subscriber))
+
+
+def _check(cupti: ctypes.CDLL, status: int) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        cupti.cuptiGetResultString(status, ctypes.byref(text))
+        raise RuntimeError(f"CUPTI: {(text.value or b'').decode()} ({status})")
+
+
+def _library() -> ctypes.CDLL:
+    """The CUPTI that JAX uses: loaded already, of its wheel, or of the toolkit."""
+    with open("/proc/self/maps") as maps:
+        places = [line.split()[-1] for line in maps if "libcupti.so" in line]
+    spec = importlib.util.find_spec("nvidia")
+    for package in spec.submodule_search_locations or () if spec else ():
+        places += sorted(glob.glob(os.path.join(package, "*", "lib", "libcupti.so*")))
+    places += sorted(glob.glob("/usr/local/cuda*/lib*/libcupti.so*"))
+    assert places, "no libcupti.so: pip install nvidia-cuda-cupti"
+    return ctypes.CDLL(places[0])

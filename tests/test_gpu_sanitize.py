@@ -1,0 +1,59 @@
+"""scripts/gpu_sanitize.sh: a verdict for every tool and program, and a status that tells."""
+
+import os
+import subprocess
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_sanitize.sh"
+
+# Takes the sanitizer's place: "--tool NAME --error-exitcode 3 PROGRAM check small".
+TOOL = """#!/bin/sh
+test "$3 $4 $6 $7" = "--error-exitcode 3 check small" || exit 8
+case "$2" in
+  memcheck) exit 0 ;;
+  racecheck) sleep 60 ;;
+  synccheck) echo "hazard"; exit 3 ;;
+  *) exit 9 ;;
+esac
+"""
+
+
+def sanitize(folder: Path, *programs: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    tool = folder / "compute-sanitizer"
+    tool.write_text(TOOL)
+    tool.chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [str(SCRIPT), *programs],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PATH": path} | variables,
+    )
+
+
+def test_every_tool_has_a_verdict(tmp_path: Path) -> None:
+    programs = [tmp_path / "one", tmp_path / "two"]
+    for program in programs:
+        program.write_text("")
+    done = sanitize(tmp_path, *map(str, programs), SECONDS_EACH="1")
+    verdicts = done.stdout.split("== verdicts\n")[1].splitlines()
+    assert [line.rsplit(",", 1)[0].split(maxsplit=2) for line in verdicts] == [
+        [tool, program.name, verdict]
+        for program in programs
+        for tool, verdict in [
+            ("memcheck", "passed"),
+            ("racecheck", "TIMED OUT"),
+            ("synccheck", "FOUND ERRORS"),
+            ("initcheck", "FAILED with status 9"),
+        ]
+    ]
+    assert done.returncode == 1 and "hazard" in done.stdout
+
+
+def test_status_when_all_pass_and_when_nothing_runs(tmp_path: Path) -> None:
+    program = tmp_path / "one"
+    program.write_text("")
+    assert sanitize(tmp_path, str(program), TOOLS="memcheck").returncode == 0
+    nothing = sanitize(tmp_path, str(tmp_path / "missing"))
+    assert nothing.returncode == 2 and "make kernel-tests" in nothing.stderr
