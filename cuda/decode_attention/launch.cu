@@ -67,14 +67,14 @@ cudaError_t count_ctas(const Problem& p, const Cut& cut, const Config& config, i
   return status;
 }
 
-cudaError_t launch_combine(const Arguments& a, cudaStream_t stream) {
+cudaError_t launch_combine(const Arguments& a, bool overlaps, cudaStream_t stream) {
   constexpr int kMostCtas = 396;
   const int64_t cuts = a.cut.splits > 0 ? int64_t{a.problem.batch} * a.problem.kv_heads
                                         : int64_t{a.cut.num_ctas};
   const int64_t ctas = (cuts * a.problem.rows() + kCombineWarps - 1) / kCombineWarps;
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(std::min<int64_t>(ctas, kMostCtas))),
                           .threads = kCombineThreads,
-                          .overlaps_previous = true};
+                          .overlaps_previous = overlaps};
   if (a.problem.head_dim == 64) return jax_hpc::launch(combine_kernel<64>, shape, stream, a);
   return jax_hpc::launch(combine_kernel<128>, shape, stream, a);
 }
@@ -82,7 +82,7 @@ cudaError_t launch_combine(const Arguments& a, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch(const Problem& problem, const Cut& cut, const Buffers& buffers,
-                   bool after_schedule, cudaStream_t stream) {
+                   const Order& order, cudaStream_t stream) {
   if (!is_supported(problem, cut)) return cudaErrorInvalidValue;
   const Config config = choose(problem);
   CUtensorMap k_map;
@@ -96,12 +96,12 @@ cudaError_t launch(const Problem& problem, const Cut& cut, const Buffers& buffer
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(ctas)),
                           .threads = (config.warps + 1) * kWarpSize,
                           .shared_bytes = config.shared_bytes,
-                          .overlaps_previous = after_schedule};
+                          .overlaps_previous = order.after_schedule && order.overlaps};
   status = problem.fp8_cache
                ? launch_attention<Fp8Cache>(arguments, shape, k_map, v_map, stream)
                : launch_attention<Bf16Cache>(arguments, shape, k_map, v_map, stream);
   if (status != cudaSuccess || cut.splits == 1) return status;
-  return launch_combine(arguments, stream);
+  return launch_combine(arguments, order.overlaps, stream);
 }
 
 }  // namespace jax_hpc::decode_attention

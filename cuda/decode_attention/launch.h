@@ -27,9 +27,14 @@ struct Buffers {
   float* partial_state;    // [workspace_slots, S * G, 2]
 };
 
-// Attention and merge. No extent may be zero. `after_schedule`: the kernel before is the one that
-// wrote the schedule, and may still run.
+// How the kernels follow each other in the stream.
+struct Order {
+  bool after_schedule;  // the kernel before is the one that wrote the schedule
+  bool overlaps;        // each may start while the one before still runs (but the first after others)
+};
+
+// Attention and merge. No extent may be zero.
 cudaError_t launch(const Problem& problem, const Cut& cut, const Buffers& buffers,
-                   bool after_schedule, cudaStream_t stream);
+                   const Order& order, cudaStream_t stream);
 
 }  // namespace jax_hpc::decode_attention

@@ -143,7 +143,7 @@ std::string failure_of(Case c, uint32_t seed) {
     require(jax_hpc::decode_schedule::launch(plan, lengths.data(), schedule.pair.data(),
                                              schedule.tile.data(), schedule.last.data(), nullptr),
             "schedule");
-    require(jax_hpc::decode_attention::launch(p, c.cut, buffers, overlapped, nullptr), "launch");
+    require(jax_hpc::decode_attention::launch(p, c.cut, buffers, {true, overlapped}, nullptr), "launch");
     require(cudaDeviceSynchronize(), "kernel");
   };
   run(true);
@@ -359,7 +359,7 @@ void time_mix(const Mix& mix, int kv_heads, bool fp8, const std::vector<Variant>
                   nullptr, scale.data(), scale.data(), scale.data(), nullptr, out.data() + query,
                   nullptr, partial_out.data(), partial_state.data()};
         schedule.set(b);
-        require(jax_hpc::decode_attention::launch(p, cut, b, false, stream), "launch");
+        require(jax_hpc::decode_attention::launch(p, cut, b, {false, true}, stream), "launch");
       }
     };
     const double us = time_of_graph(enqueue) / layers;
