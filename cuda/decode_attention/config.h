@@ -72,7 +72,7 @@ struct Layout {
   static constexpr int kState = 1024;
   static constexpr int kQueryScale = kState + kMostWarps * 2 * 8 * 8;
   static constexpr int kRing = kQueryScale + 2 * kMostRows * 4;
-  static_assert(kTasks + 2 * 32 <= kState && kRing % 1024 == 0);
+  static_assert(kTasks + 4 * 32 <= kState && kRing % 1024 == 0);
 
   int merge;
   int query;

@@ -39,15 +39,18 @@ class Consumer {
 
   __device__ __forceinline__ void run() {
     for (;;) {
-      const int stage = query_.index;
-      wait(&shared_.query_full[stage], query_.parity);
-      const Task task = shared_.tasks[stage];
-      if (task.tiles < 0) return;
-      start(task, stage);
+      const int stage = turn_.stage();
+      wait(&shared_.query_full[stage], turn_.parity());
+      const Task& task = shared_.tasks[turn_.index];
+      const int tiles = task.tiles;
+      if (tiles < 0) return;
+      start(task.head, stage);
       release(&shared_.query_empty[stage]);
-      query_.advance(2);
-      for (int i = 0; i < task.tiles; ++i) take_tile(task, task.first_token + i * kTileTokens);
+      const int length = task.length;
+      int token = task.first_token;
+      for (int i = 0; i < tiles; ++i, token += kTileTokens) take_tile(length, token);
       finish(task);
+      turn_.advance();
     }
   }
 
@@ -63,9 +66,9 @@ class Consumer {
 
   // Queries.
 
-  __device__ __forceinline__ void start(const Task& task, int stage) {
+  __device__ __forceinline__ void start(int head, int stage) {
     const int row_tile = 8 * N * a_.row_groups;
-    const float scale = a_.problem.scale * (Cache::kBytes == 1 ? key_scale(task.head) : 1.0f);
+    const float scale = a_.problem.scale * (Cache::kBytes == 1 ? key_scale(head) : 1.0f);
     // Scores become powers of 2, or with a cap the argument of tanh's exponential.
     const float cap = a_.problem.cap;
     unit_ = cap > 0 ? scale * (2 * kLog2E / cap) : scale * kLog2E;
@@ -165,7 +168,7 @@ class Consumer {
 
   // Tiles.
 
-  __device__ __forceinline__ void take_tile(const Task& task, int first_token) {
+  __device__ __forceinline__ void take_tile(int length, int first_token) {
     const Place k = ring_;
     ring_.advance(a_.slots);
     const Place v = ring_;
@@ -177,7 +180,7 @@ class Consumer {
       const int group = token_warp_ * groups + i;
       const bool last = i + 1 == groups;
       const int token = first_token + group * kGroup;
-      if ((live >> group & 1) == 0 || !any_visible(task, token)) {
+      if ((live >> group & 1) == 0 || !any_visible(length, token)) {
         if (last) release(&shared_.empty[k.index]);
         if (i == 0) wait(&shared_.full[v.index], v.parity);
         if (last) release(&shared_.empty[v.index]);
@@ -187,13 +190,13 @@ class Consumer {
       multiply_keys(group_address(k.index, group), scores);
       if (a_.problem.k_scale == ScaleKind::kToken) scale_tokens(k.index, group, scores);
       if (last) release(&shared_.empty[k.index]);
-      const bool edge = !all_visible(task, token);
+      const bool edge = !all_visible(length, token);
       uint32_t pairs[N][kPairs];
-      weigh(task, token, edge, scores, pairs);
+      weigh(length, token, edge, scores, pairs);
       if (i == 0) wait(&shared_.full[v.index], v.parity);
       const uint32_t values = group_address(v.index, group);
       uint2 keep{~0u, ~0u};
-      if (edge) keep = hide_not_finite(task, token, values, pairs);
+      if (edge) keep = hide_not_finite(length, token, values, pairs);
       if (__any_sync(~0u, (keep.x & keep.y) != ~0u)) {
         multiply_values<true>(values, pairs, keep);
       } else {
@@ -257,30 +260,30 @@ class Consumer {
 
   // Visibility. Query token s sits at position length - S + s.
 
-  __device__ __forceinline__ bool any_visible(const Task& task, int token) const {
+  __device__ __forceinline__ bool any_visible(int length, int token) const {
     const Problem& p = a_.problem;
-    if (token >= task.length) return false;
-    return p.window == 0 || task.length - p.q_len - (token + kGroup - 1) < p.window;
+    if (token >= length) return false;
+    return p.window == 0 || length - p.q_len - (token + kGroup - 1) < p.window;
   }
-  __device__ __forceinline__ bool all_visible(const Task& task, int token) const {
+  __device__ __forceinline__ bool all_visible(int length, int token) const {
     const Problem& p = a_.problem;
-    if (token + kGroup - 1 > task.length - p.q_len) return false;
-    return p.window == 0 || task.length - 1 - token < p.window;
+    if (token + kGroup - 1 > length - p.q_len) return false;
+    return p.window == 0 || length - 1 - token < p.window;
   }
-  __device__ __forceinline__ bool sees(const Task& task, int query_token, int token) const {
-    const int distance = task.length - a_.problem.q_len + query_token - token;
+  __device__ __forceinline__ bool sees(int length, int query_token, int token) const {
+    const int distance = length - a_.problem.q_len + query_token - token;
     return distance >= 0 && (a_.problem.window == 0 || distance < a_.problem.window);
   }
 
   // Bit 4 n + i for scores[n][i].
-  __device__ __forceinline__ uint32_t visible_scores(const Task& task, int token) const {
+  __device__ __forceinline__ uint32_t visible_scores(int length, int token) const {
     uint32_t bits = 0;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int query_token = tokens_of_rows_ >> 4 * (2 * n + i % 2) & 15;
-        if (sees(task, query_token, token + lane_ / 4 + i / 2 * 8)) bits |= 1u << (4 * n + i);
+        if (sees(length, query_token, token + lane_ / 4 + i / 2 * 8)) bits |= 1u << (4 * n + i);
       }
     }
     return bits;
@@ -294,13 +297,14 @@ class Consumer {
   }
 
   // Adds the probabilities to the totals and leaves them as the operand of the values' product.
-  __device__ __forceinline__ void weigh(const Task& task, int token, bool edge, float (&scores)[N][4],
+  __device__ __forceinline__ void weigh(int length, int token, bool edge, float (&scores)[N][4],
                         uint32_t (&pairs)[N][kPairs]) {
     const bool capped = a_.problem.cap > 0;
     if (capped) cap_scores(scores);
-    const uint32_t visible = edge ? visible_scores(task, token) : ~0u;
+    const uint32_t visible = edge ? visible_scores(length, token) : ~0u;
     float power[N][4];
-    // The base is the largest score so far, or a little less: then nothing need be rescaled.
+    // The base is the largest score so far, or a little less: then nothing need be rescaled. Each
+    // row by itself: what another holds must not change its bits.
     if (__any_sync(~0u, relate(edge, visible, scores, power))) {
       float x[N][4];
 #pragma unroll
@@ -309,7 +313,7 @@ class Consumer {
         for (int i = 0; i < 4; ++i) x[n][i] = scores[n][i] * (capped ? 1.0f : factor(n, i));
       }
       if (edge) hide(visible, x);
-      raise_bases(x);
+      raise_bases(x, power);
       relate(edge, visible, scores, power);
     }
 #pragma unroll
@@ -378,17 +382,20 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void raise_bases(const float (&x)[N][4]) {
+  __device__ __forceinline__ void raise_bases(const float (&x)[N][4], const float (&power)[N][4]) {
+    const uint32_t lanes_of_row = 0x11111111u << lane_ % 4;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
+        const bool above = power[n][c] > Cache::kSlack || power[n][c + 2] > Cache::kSlack;
+        const bool raises = (__ballot_sync(~0u, above) & lanes_of_row) != 0;
         float top = fmaxf(x[n][c], x[n][c + 2]);
 #pragma unroll
         for (int step = 4; step < kWarpSize; step *= 2) {
           top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
         }
-        const float base = fmaxf(base_[n][c], top - Cache::kBias);
+        const float base = raises ? fmaxf(base_[n][c], top - Cache::kBias) : base_[n][c];
         const float shrink = power_of_2(base_[n][c] - base);
         base_[n][c] = base;
         total_[n][c] *= shrink;
@@ -406,7 +413,7 @@ class Consumer {
   // A value that is not finite must reach no row that does not see its token, and 0 * NaN is NaN.
   // Tokens with one are masked out of the values (the result: masks of this lane's two pairs of
   // tokens), and the rows that see them get NaN for a probability.
-  __device__ __forceinline__ uint2 hide_not_finite(const Task& task, int token, uint32_t address,
+  __device__ __forceinline__ uint2 hide_not_finite(int length, int token, uint32_t address,
                                    uint32_t (&pairs)[N][kPairs]) const {
     uint2 bad{0, 0};
     address += value_offset_;
@@ -433,7 +440,7 @@ class Consumer {
       for (int i = 0; i < 4; ++i) {
         const uint32_t mask = 0xffffu << 16 * (i % 2);
         const bool is_bad = ((i < 2 ? bad.x : bad.y) & mask) != 0;
-        if (is_bad && sees(task, query_token, token + lane_ % 4 * 2 + i % 2 + i / 2 * 8)) {
+        if (is_bad && sees(length, query_token, token + lane_ % 4 * 2 + i % 2 + i / 2 * 8)) {
           pairs[n][i / 2] |= mask & 0x7fff7fffu;
         }
       }
@@ -608,7 +615,7 @@ class Consumer {
   int part_tokens_;
   uint32_t tokens_of_rows_ = 0;  // four bits for each of this lane's rows
   Place ring_;
-  Place query_;
+  Turn turn_;
 
   float unit_ = 0;
   float factor_[N][2];

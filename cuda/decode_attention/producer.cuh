@@ -36,7 +36,6 @@ class Producer {
     while (task.tiles >= 0) {
       const Task next = walk.next();
       const int next_ids = next.tiles > 0 ? page_ids(next, first_page(next)) : -1;
-      send_query(task);
       stream(task, ids);
       task = next;
       ids = next_ids;
@@ -63,8 +62,8 @@ class Producer {
   }
 
   __device__ __forceinline__ void send_query(const Task& task) {
-    const int stage = query_.index;
-    wait(&shared_.query_empty[stage], query_.parity ^ 1);
+    const int stage = turn_.stage();
+    wait(&shared_.query_empty[stage], turn_.parity() ^ 1);
     if (task.tiles >= 0) {
       if (a_.problem.fp8_query) {
         copy_query<1>(task, stage);
@@ -72,11 +71,11 @@ class Producer {
         copy_query<2>(task, stage);
       }
     }
-    if (lane_ == 0) shared_.tasks[stage] = task;
+    if (lane_ == 0) shared_.tasks[turn_.index] = task;
     arrive_after_copies(&shared_.query_full[stage]);
     if (lane_ == 0) arrive(&shared_.query_full[stage]);
     __syncwarp();
-    query_.advance(2);
+    turn_.advance();
   }
 
   template <int Bytes>
@@ -100,7 +99,9 @@ class Producer {
     }
   }
 
+  // The query follows the first tile, which is the longer way.
   __device__ __forceinline__ void stream(const Task& task, int ids) {
+    if (task.tiles == 0) send_query(task);
     int page0 = first_page(task);
     int more = -1;
     bool asked = false;
@@ -117,6 +118,7 @@ class Producer {
         asked = false;
       }
       send_tile(task, ids, page - page0, token & (a_.problem.page_size - 1));
+      if (i == 0) send_query(task);
     }
   }
 
@@ -176,7 +178,7 @@ class Producer {
   int parts_;        // pages of a tile
   int part_tokens_;  // of a page that belong to one tile
   Place ring_;
-  Place query_;
+  Turn turn_;
 };
 
 }  // namespace jax_hpc::decode_attention

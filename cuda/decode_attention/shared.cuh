@@ -58,6 +58,16 @@ __device__ __forceinline__ void init_barriers(const Shared& shared, int slots,
   fence_barrier_init();
 }
 
+// The turn of a task, counted from 0 to 3: two stages of queries take turns, and four places of
+// tasks, so that a task can still be read at its end, when its stage holds another query.
+struct Turn {
+  int index = 0;
+
+  __device__ __forceinline__ int stage() const { return index & 1; }
+  __device__ __forceinline__ uint32_t parity() const { return static_cast<uint32_t>(index) >> 1; }
+  __device__ __forceinline__ void advance() { index = (index + 1) & 3; }
+};
+
 // A place in a ring and the parity of its current use.
 struct Place {
   int index = 0;
