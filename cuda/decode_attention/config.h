@@ -16,8 +16,8 @@ enum class ScaleKind : int { kNone, kTensor, kHead, kToken };
 
 struct Problem {
   int batch;
-  int q_len;     // S, query tokens of a sequence
-  int group;     // G, query heads of a KV head
+  int q_len;  // S, query tokens of a sequence
+  int group;  // G, query heads of a KV head
   int kv_heads;
   int head_dim;  // 64 or 128
   int pages;
@@ -103,10 +103,9 @@ inline Config choose(const Problem& p) {
   c.ctas_per_sm = rows <= 64 ? 2 : 1;
   const int budget = c.ctas_per_sm == 2 ? kSharedOfTwo : kSharedOfOne;
   for (c.slots = kMostSlots; c.slots > 2; --c.slots) {
-    c.shared_bytes =
-        Layout::of(p.head_dim, p.fp8_cache ? 1 : 2, p.fp8_query ? 1 : 2, c.warps, c.row_tile(),
-                   c.slots, p.k_scale == ScaleKind::kToken)
-            .end;
+    c.shared_bytes = Layout::of(p.head_dim, p.fp8_cache ? 1 : 2, p.fp8_query ? 1 : 2, c.warps,
+                                c.row_tile(), c.slots, p.k_scale == ScaleKind::kToken)
+                         .end;
     if (c.shared_bytes <= budget) break;
   }
   return c;

@@ -122,8 +122,7 @@ __device__ __forceinline__ void copy_4(void* to, const void* from) {
 
 // One of the barrier's arrivals, once this thread's copies so far have landed.
 __device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
-                   shared_address(barrier))
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
 

@@ -1,7 +1,6 @@
 // Decode attention: persistent CTAs of consumer warps and one producer warp.
 #pragma once
 
-#include "decode_attention/cache_types.cuh"
 #include "decode_attention/consumer.cuh"
 #include "decode_attention/producer.cuh"
 
@@ -18,10 +17,9 @@ __global__ void __launch_bounds__(threads_of(N), N == 1 ? 2 : 1)
     attention_kernel(const __grid_constant__ Arguments a, const __grid_constant__ CUtensorMap k_map,
                      const __grid_constant__ CUtensorMap v_map) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  const Shared shared(memory,
-                      Layout::of(D, Cache::kBytes, a.problem.fp8_query ? 1 : 2, a.warps,
-                                 8 * N * a.row_groups, a.slots,
-                                 a.problem.k_scale == ScaleKind::kToken));
+  const Shared shared(
+      memory, Layout::of(D, Cache::kBytes, a.problem.fp8_query ? 1 : 2, a.warps,
+                         8 * N * a.row_groups, a.slots, a.problem.k_scale == ScaleKind::kToken));
   const int warp = threadIdx.x / kWarpSize;
   if (warp == a.warps && elect_one()) {
     prefetch_descriptor(&k_map);

@@ -23,11 +23,10 @@ extern template cudaError_t launch_attention<Fp8Cache>(const Arguments&, const L
 namespace {
 
 bool is_supported(const Problem& p, const Cut& cut) {
-  const bool size = p.page_size == 16 || p.page_size == 32 || p.page_size == 64 ||
-                    p.page_size == 128;
-  return size && (p.head_dim == 64 || p.head_dim == 128) && p.rows() <= kMostRows &&
-         p.q_len >= 1 && p.q_len <= 8 && (p.fp8_cache || !p.fp8_query) &&
-         (cut.splits > 0 || cut.num_ctas > 0);
+  const bool size =
+      p.page_size == 16 || p.page_size == 32 || p.page_size == 64 || p.page_size == 128;
+  return size && (p.head_dim == 64 || p.head_dim == 128) && p.rows() <= kMostRows && p.q_len >= 1 &&
+         p.q_len <= 8 && (p.fp8_cache || !p.fp8_query) && (cut.splits > 0 || cut.num_ctas > 0);
 }
 
 Arguments gather(const Problem& p, const Cut& cut, const Config& config, const Buffers& b) {
@@ -69,8 +68,8 @@ cudaError_t count_ctas(const Problem& p, const Cut& cut, const Config& config, i
 
 cudaError_t launch_combine(const Arguments& a, bool overlaps, cudaStream_t stream) {
   constexpr int kMostCtas = 396;
-  const int64_t cuts = a.cut.splits > 0 ? int64_t{a.problem.batch} * a.problem.kv_heads
-                                        : int64_t{a.cut.num_ctas};
+  const int64_t cuts =
+      a.cut.splits > 0 ? int64_t{a.problem.batch} * a.problem.kv_heads : int64_t{a.cut.num_ctas};
   const int64_t ctas = (cuts * a.problem.rows() + kCombineWarps - 1) / kCombineWarps;
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(std::min<int64_t>(ctas, kMostCtas))),
                           .threads = kCombineThreads,
@@ -97,9 +96,8 @@ cudaError_t launch(const Problem& problem, const Cut& cut, const Buffers& buffer
                           .threads = (config.warps + 1) * kWarpSize,
                           .shared_bytes = config.shared_bytes,
                           .overlaps_previous = order.after_schedule && order.overlaps};
-  status = problem.fp8_cache
-               ? launch_attention<Fp8Cache>(arguments, shape, k_map, v_map, stream)
-               : launch_attention<Bf16Cache>(arguments, shape, k_map, v_map, stream);
+  status = problem.fp8_cache ? launch_attention<Fp8Cache>(arguments, shape, k_map, v_map, stream)
+                             : launch_attention<Bf16Cache>(arguments, shape, k_map, v_map, stream);
   if (status != cudaSuccess || cut.splits == 1) return status;
   return launch_combine(arguments, order.overlaps, stream);
 }

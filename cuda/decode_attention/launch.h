@@ -9,28 +9,28 @@ namespace jax_hpc::decode_attention {
 
 // All row-major and 16-byte aligned; see config.h for the letters. Null where there is none.
 struct Buffers {
-  const void* q;           // bf16 or e4m3 [B, S, Hq, D]
-  const void* k_pages;     // bf16 or e4m3 [P, Hkv, N, D]
-  const void* v_pages;     // the same
-  const int* page_table;   // [B, M]
-  const int* kv_lens;      // [B]
-  const int* span_pair;    // [num_ctas + 1]; of a schedule, where the cut goes by one
-  const int* span_tile;    // [num_ctas + 1]
-  const int* merge_last;   // [num_ctas]
-  const float* q_scale;    // [B, S, Hq], with e4m3 q
-  const float* k_scale;    // by Problem::k_scale: [], [Hkv] or [P, Hkv, N]
-  const float* v_scale;    // by Problem::v_scale: [] or [Hkv]
-  const float* sinks;      // [Hq]
-  void* out;               // bf16 [B, S, Hq, D]
-  float* lse;              // [B, S, Hq]
-  float* partial_out;      // [workspace_slots, S * G, D]
-  float* partial_state;    // [workspace_slots, S * G, 2]
+  const void* q;          // bf16 or e4m3 [B, S, Hq, D]
+  const void* k_pages;    // bf16 or e4m3 [P, Hkv, N, D]
+  const void* v_pages;    // the same
+  const int* page_table;  // [B, M]
+  const int* kv_lens;     // [B]
+  const int* span_pair;   // [num_ctas + 1]; of a schedule, where the cut goes by one
+  const int* span_tile;   // [num_ctas + 1]
+  const int* merge_last;  // [num_ctas]
+  const float* q_scale;   // [B, S, Hq], with e4m3 q
+  const float* k_scale;   // by Problem::k_scale: [], [Hkv] or [P, Hkv, N]
+  const float* v_scale;   // by Problem::v_scale: [] or [Hkv]
+  const float* sinks;     // [Hq]
+  void* out;              // bf16 [B, S, Hq, D]
+  float* lse;             // [B, S, Hq]
+  float* partial_out;     // [workspace_slots, S * G, D]
+  float* partial_state;   // [workspace_slots, S * G, 2]
 };
 
 // How the kernels follow each other in the stream.
 struct Order {
   bool after_schedule;  // the kernel before is the one that wrote the schedule
-  bool overlaps;        // each may start while the one before still runs (but the first after others)
+  bool overlaps;  // each may start while the one before still runs (but the first after others)
 };
 
 // Attention and merge. No extent may be zero.

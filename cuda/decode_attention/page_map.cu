@@ -40,12 +40,12 @@ cudaError_t make_page_map(const Problem& p, const void* pages, CUtensorMap* map)
                              static_cast<cuuint32_t>(std::min(p.page_size, kTileTokens)),
                              static_cast<cuuint32_t>(extent[2]), 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
-  const CUresult result = encode(
-      map, p.fp8_cache ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-      const_cast<void*>(pages), extent, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      row_bytes == kWidestRow ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(map, p.fp8_cache ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
+             const_cast<void*>(pages), extent, strides, box, element_strides,
+             CU_TENSOR_MAP_INTERLEAVE_NONE,
+             row_bytes == kWidestRow ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -44,7 +44,9 @@ class Producer {
   }
 
  private:
-  __device__ __forceinline__ int first_page(const Task& task) const { return task.first_token >> page_bits_; }
+  __device__ __forceinline__ int first_page(const Task& task) const {
+    return task.first_token >> page_bits_;
+  }
 
   // This lane's of 32 page ids from `page` on; -1 for a page that the sequence or the pool does
   // not have.
@@ -137,8 +139,8 @@ class Producer {
     const int bytes = __popc(exist) * part_tokens_ * HalfTile<Cache, D>::kTokenBytes;
     const bool token_scales = a_.problem.k_scale == ScaleKind::kToken;
 
-    const int slot = ring_.index;
-    wait(&shared_.empty[slot], ring_.parity ^ 1);
+    const int slot = ring_.index(a_.slots);
+    wait(&shared_.empty[slot], ring_.parity(a_.slots) ^ 1);
     if (lane_ == 0) {
       shared_.live[slot] = groups;
       arrive_expecting(&shared_.full[slot],
@@ -155,11 +157,12 @@ class Producer {
     }
     ring_.advance(a_.slots);
 
-    const int v_slot = ring_.index;
-    wait(&shared_.empty[v_slot], ring_.parity ^ 1);
+    const int v_slot = ring_.index(a_.slots);
+    wait(&shared_.empty[v_slot], ring_.parity(a_.slots) ^ 1);
     if (lane_ == 0) arrive_expecting(&shared_.full[v_slot], bytes);
     __syncwarp();
-    if (copies) copy_tile(part_of(v_slot, part), v_map_, &shared_.full[v_slot], 0, row, 0, tile_page);
+    if (copies)
+      copy_tile(part_of(v_slot, part), v_map_, &shared_.full[v_slot], 0, row, 0, tile_page);
     ring_.advance(a_.slots);
   }
 

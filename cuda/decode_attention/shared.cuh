@@ -45,8 +45,7 @@ static_assert(sizeof(Task) <= 32);
 // for the task; of a half tile, one besides the bytes; each consumer warp when it has read.
 constexpr int kQueryArrivals = kWarpSize + 1;
 
-__device__ __forceinline__ void init_barriers(const Shared& shared, int slots,
-                                              int consumers) {
+__device__ __forceinline__ void init_barriers(const Shared& shared, int slots, int consumers) {
   for (int i = 0; i < slots; ++i) {
     init_barrier(&shared.full[i], 1);
     init_barrier(&shared.empty[i], consumers);
@@ -68,16 +67,17 @@ struct Turn {
   __device__ __forceinline__ void advance() { index = (index + 1) & 3; }
 };
 
-// A place in a ring and the parity of its current use.
+// A place in a ring of some size and the parity of its current use, in one number: it counts two
+// rounds.
 struct Place {
-  int index = 0;
-  uint32_t parity = 0;
+  int count = 0;
 
+  __device__ __forceinline__ int index(int size) const {
+    return count < size ? count : count - size;
+  }
+  __device__ __forceinline__ uint32_t parity(int size) const { return count < size ? 0 : 1; }
   __device__ __forceinline__ void advance(int size) {
-    if (++index == size) {
-      index = 0;
-      parity ^= 1;
-    }
+    if (++count == 2 * size) count = 0;
   }
 };
 

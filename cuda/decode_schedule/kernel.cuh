@@ -68,15 +68,13 @@ struct Axis {
   Problem p;
   const int* kv_lens;
   int shift;
-  int per_thread;  // sequences of one thread
+  int per_thread;   // sequences of one thread
   const int* ends;  // of the threads' sequences, in shared memory
 
   __device__ int tiles(int sequence) const {
     return count_tiles(max(kv_lens[sequence], 0), p.q_len, p.window);
   }
-  __device__ int cost(int tiles) const {
-    return (pair_cost(tiles) + (1 << shift) - 1) >> shift;
-  }
+  __device__ int cost(int tiles) const { return (pair_cost(tiles) + (1 << shift) - 1) >> shift; }
 };
 
 struct Boundary {

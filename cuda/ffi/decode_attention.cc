@@ -18,8 +18,8 @@ namespace {
 // this order after the others: a schedule's three arrays, sinks, q_scale, k_scale, v_scale.
 struct Options {
   float scale;
-  int32_t window;     // 0: none
-  float logit_cap;    // 0: none
+  int32_t window;      // 0: none
+  float logit_cap;     // 0: none
   int32_t num_splits;  // 0: by a schedule
   int32_t min_split_tiles;
   bool return_lse;
@@ -71,8 +71,8 @@ class Optional {
     const auto buffer = results_.get<ffi::AnyBuffer>(next_result_++);
     if (!buffer.has_value()) return missing();
     ffi::AnyBuffer value = **buffer;
-    const bool fits = value.element_type() == type &&
-                      static_cast<int64_t>(value.element_count()) >= count;
+    const bool fits =
+        value.element_type() == type && static_cast<int64_t>(value.element_count()) >= count;
     return fits ? value.untyped_data() : missing();
   }
 
@@ -86,8 +86,8 @@ class Optional {
     return nullptr;
   }
   void* checked(ffi::AnyBuffer buffer, ffi::DataType type, int64_t count) {
-    const bool fits = buffer.element_type() == type &&
-                      static_cast<int64_t>(buffer.element_count()) == count;
+    const bool fits =
+        buffer.element_type() == type && static_cast<int64_t>(buffer.element_count()) == count;
     return fits ? buffer.untyped_data() : missing();
   }
 

@@ -14,7 +14,7 @@
 
 namespace {
 
-using namespace jax_hpc::test;
+using namespace jax_hpc::tests;
 using jax_hpc::decode_attention::Buffers;
 using jax_hpc::decode_attention::Cut;
 
@@ -116,26 +116,26 @@ std::string failure_of(Case c, uint32_t seed) {
   k.poison();  // NaN in every slot that is not written
   v.poison();
   const dim3 tokens(static_cast<unsigned>(longest), static_cast<unsigned>(p.batch));
-  fill_normal<<<64, 256>>>(q.data(), rows * p.head_dim, seed, 2, p.fp8_query);
+  fill_values<<<64, 256>>>(q.data(), rows * p.head_dim, seed, 2, p.fp8_query);
   fill_tokens<<<tokens, 128>>>(p, k.data(), table.data(), lengths.data(), seed + 1);
   fill_tokens<<<tokens, 128>>>(p, v.data(), table.data(), lengths.data(), seed + 2);
   for (DeviceArray<float>* scale : {&q_scale, &k_scale, &v_scale, &sinks}) {
     fill_uniform<<<64, 256>>>(scale->data(), scale->size(), seed + 3);
   }
   const float* const used_sinks = c.sinks ? sinks.data() : nullptr;
-  reference_rows<<<static_cast<int>(rows), 128>>>(
-      {p, q.data(), k.data(), v.data(), table.data(), lengths.data(), q_scale.data(),
-       k_scale.data(), v_scale.data(), used_sinks, want.data(), want_lse.data(), weights.data(),
-       longest});
+  reference_rows<<<static_cast<int>(rows), 128>>>({p, q.data(), k.data(), v.data(), table.data(),
+                                                   lengths.data(), q_scale.data(), k_scale.data(),
+                                                   v_scale.data(), used_sinks, want.data(),
+                                                   want_lse.data(), weights.data(), longest});
   require(cudaDeviceSynchronize(), "reference");
 
   const jax_hpc::decode_schedule::Problem plan{p.batch, p.kv_heads, p.q_len, p.window,
                                                std::max(c.cut.num_ctas, 1)};
   DeviceSchedule schedule(plan.num_ctas);
-  Buffers buffers{q.data(),       k.data(),    v.data(),    table.data(), lengths.data(),
-                  nullptr,        nullptr,     nullptr,     q_scale.data(),
-                  k_scale.data(), v_scale.data(), used_sinks, out.data(),   lse.data(),
-                  partial_out.data(), partial_state.data()};
+  Buffers buffers{
+      q.data(),   k.data(),   v.data(),           table.data(),        lengths.data(), nullptr,
+      nullptr,    nullptr,    q_scale.data(),     k_scale.data(),      v_scale.data(), used_sinks,
+      out.data(), lse.data(), partial_out.data(), partial_state.data()};
   schedule.set(buffers);
   const auto run = [&](bool overlapped) {
     for (DeviceArray<float>* array : {&lse, &partial_out, &partial_state}) array->poison();
@@ -143,7 +143,8 @@ std::string failure_of(Case c, uint32_t seed) {
     require(jax_hpc::decode_schedule::launch(plan, lengths.data(), schedule.pair.data(),
                                              schedule.tile.data(), schedule.last.data(), nullptr),
             "schedule");
-    require(jax_hpc::decode_attention::launch(p, c.cut, buffers, {true, overlapped}, nullptr), "launch");
+    require(jax_hpc::decode_attention::launch(p, c.cut, buffers, {true, overlapped}, nullptr),
+            "launch");
     require(cudaDeviceSynchronize(), "kernel");
   };
   run(true);
@@ -178,9 +179,9 @@ std::string failure_of(Case c, uint32_t seed) {
   }
   char message[200];
   if (worst > 1.5 * rounding) {
-    std::snprintf(message, sizeof message, "row %zu dim %zu: got %g, want %g; error %.2f x rounding",
-                  where / p.head_dim, where % p.head_dim, value_of(got[where]), truth[where],
-                  worst / rounding);
+    std::snprintf(message, sizeof message,
+                  "row %zu dim %zu: got %g, want %g; error %.2f x rounding", where / p.head_dim,
+                  where % p.head_dim, value_of(got[where]), truth[where], worst / rounding);
     return message;
   }
   for (size_t i = 0; i < rows; ++i) {
@@ -200,9 +201,11 @@ std::string name_of(const Case& c) {
                 "B %d S %d G %d Hkv %d D %d N %d %s window %d cap %g scales %d %d sinks %d "
                 "ctas %d splits %d",
                 c.p.batch, c.p.q_len, c.p.group, c.p.kv_heads, c.p.head_dim, c.p.page_size,
-                c.p.fp8_query ? "fp8/fp8" : c.p.fp8_cache ? "bf16/fp8" : "bf16", c.p.window,
-                c.p.cap, static_cast<int>(c.p.k_scale), static_cast<int>(c.p.v_scale), c.sinks,
-                c.cut.num_ctas, c.cut.splits);
+                c.p.fp8_query   ? "fp8/fp8"
+                : c.p.fp8_cache ? "bf16/fp8"
+                                : "bf16",
+                c.p.window, c.p.cap, static_cast<int>(c.p.k_scale), static_cast<int>(c.p.v_scale),
+                c.sinks, c.cut.num_ctas, c.cut.splits);
   return text;
 }
 
@@ -239,51 +242,14 @@ int check(int count) {
     const Case c = random_case(random);
     const std::string failure = failure_of(c, static_cast<uint32_t>(i) * 16 + 1);
     if (failure.empty()) continue;
-    if (++failures <= 12) std::cout << "case " << i << ": " << name_of(c) << ": " << failure << "\n";
+    if (++failures <= 12)
+      std::cout << "case " << i << ": " << name_of(c) << ": " << failure << "\n";
   }
   std::cout << count - failures << " passed, " << failures << " failed" << std::endl;
   return failures == 0 ? 0 : 1;
 }
 
 // Times.
-
-float median_of(std::vector<float> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
-
-// Microseconds of a graph of what `enqueue` puts on a stream: the median of 15 replays.
-template <class Enqueue>
-double time_of_graph(const Enqueue& enqueue) {
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t program;
-  cudaEvent_t begin;
-  cudaEvent_t end;
-  require(cudaStreamCreate(&stream), "cudaStreamCreate");
-  require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  enqueue(stream);
-  require(cudaStreamEndCapture(stream, &graph), "capture");
-  require(cudaGraphInstantiate(&program, graph, 0), "cudaGraphInstantiate");
-  require(cudaEventCreate(&begin), "cudaEventCreate");
-  require(cudaEventCreate(&end), "cudaEventCreate");
-  std::vector<float> times;
-  for (int i = 0; i < 18; ++i) {
-    float milliseconds = 0;
-    require(cudaEventRecord(begin, stream), "cudaEventRecord");
-    require(cudaGraphLaunch(program, stream), "cudaGraphLaunch");
-    require(cudaEventRecord(end, stream), "cudaEventRecord");
-    require(cudaEventSynchronize(end), "cudaEventSynchronize");
-    require(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime");
-    if (i >= 3) times.push_back(1000 * milliseconds);  // after three rounds of warm-up
-  }
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  cudaGraphExecDestroy(program);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
-  return median_of(times);
-}
 
 struct Mix {
   const char* name;
@@ -292,16 +258,15 @@ struct Mix {
 
 const std::vector<Mix>& mixes() {
   constexpr int k = 1024;
-  static const std::vector<Mix> all = {
-      {"64x512", {{64, 512}}},
-      {"64x4K", {{64, 4 * k}}},
-      {"32x128+32x4K", {{32, 128}, {32, 4 * k}}},
-      {"1x16K+15x64", {{1, 16 * k}, {15, 64}}},
-      {"1x64K+7x4K", {{1, 64 * k}, {7, 4 * k}}},
-      {"1x64K+15x4K", {{1, 64 * k}, {15, 4 * k}}},
-      {"1x64K+31x4K", {{1, 64 * k}, {31, 4 * k}}},
-      {"1x128K+31x4K", {{1, 128 * k}, {31, 4 * k}}},
-      {"2x32K+30x4K", {{2, 32 * k}, {30, 4 * k}}}};
+  static const std::vector<Mix> all = {{"64x512", {{64, 512}}},
+                                       {"64x4K", {{64, 4 * k}}},
+                                       {"32x128+32x4K", {{32, 128}, {32, 4 * k}}},
+                                       {"1x16K+15x64", {{1, 16 * k}, {15, 64}}},
+                                       {"1x64K+7x4K", {{1, 64 * k}, {7, 4 * k}}},
+                                       {"1x64K+15x4K", {{1, 64 * k}, {15, 4 * k}}},
+                                       {"1x64K+31x4K", {{1, 64 * k}, {31, 4 * k}}},
+                                       {"1x128K+31x4K", {{1, 128 * k}, {31, 4 * k}}},
+                                       {"2x32K+30x4K", {{2, 32 * k}, {30, 4 * k}}}};
   return all;
 }
 
@@ -335,9 +300,9 @@ void time_mix(const Mix& mix, int kv_heads, bool fp8, const std::vector<Variant>
   DeviceArray<uint16_t> q(rows * p.head_dim * layers);
   DeviceArray<uint16_t> out(q.size());
   DeviceArray<float> scale(rows);
-  fill_normal<<<1024, 256>>>(k.data(), cache * layers, 1, 1, fp8);
-  fill_normal<<<1024, 256>>>(v.data(), cache * layers, 2, 1, fp8);
-  fill_normal<<<256, 256>>>(q.data(), q.size(), 3, 1, fp8);
+  fill_values<<<1024, 256>>>(k.data(), cache * layers, 1, 1, fp8);
+  fill_values<<<1024, 256>>>(v.data(), cache * layers, 2, 1, fp8);
+  fill_values<<<256, 256>>>(q.data(), q.size(), 3, 1, fp8);
   fill_uniform<<<64, 256>>>(scale.data(), rows, 4);
   const double floor = 4 + bytes / 4.5e6;
   std::printf("%s %-13s %-4s floor %7.2f |", kv_heads == 1 ? "tp8" : "tp1", mix.name,
@@ -350,19 +315,29 @@ void time_mix(const Mix& mix, int kv_heads, bool fp8, const std::vector<Variant>
     const auto slots = static_cast<size_t>(jax_hpc::decode_attention::workspace_slots(p, cut));
     DeviceArray<float> partial_out(slots * p.rows() * p.head_dim);
     DeviceArray<float> partial_state(slots * p.rows() * 2);
-    const auto enqueue = [&](cudaStream_t stream) {
-      for (int i = 0; i < layers; ++i) {
-        const size_t at = cache * i * (fp8 ? 1 : 2);
-        const size_t query = rows * p.head_dim * i;
-        Buffers b{reinterpret_cast<const uint8_t*>(q.data()) + query * (fp8 ? 1 : 2),
-                  k.data() + at, v.data() + at, table.data(), lengths.data(), nullptr, nullptr,
-                  nullptr, scale.data(), scale.data(), scale.data(), nullptr, out.data() + query,
-                  nullptr, partial_out.data(), partial_state.data()};
-        schedule.set(b);
-        require(jax_hpc::decode_attention::launch(p, cut, b, {false, true}, stream), "launch");
-      }
+    const auto launch = [&](int layer, cudaStream_t stream) {
+      const size_t at = cache * layer * (fp8 ? 1 : 2);
+      const size_t query = rows * p.head_dim * layer;
+      Buffers b{reinterpret_cast<const uint8_t*>(q.data()) + query * (fp8 ? 1 : 2),
+                k.data() + at,
+                v.data() + at,
+                table.data(),
+                lengths.data(),
+                nullptr,
+                nullptr,
+                nullptr,
+                scale.data(),
+                scale.data(),
+                scale.data(),
+                nullptr,
+                out.data() + query,
+                nullptr,
+                partial_out.data(),
+                partial_state.data()};
+      schedule.set(b);
+      return jax_hpc::decode_attention::launch(p, cut, b, {false, true}, stream);
     };
-    const double us = time_of_graph(enqueue) / layers;
+    const double us = time_in_graph(layers, launch);
     std::printf(" %s %.2f (%.2f)", variant.name.c_str(), us, us / floor);
   }
   std::printf("\n");
@@ -375,14 +350,11 @@ void time_schedule() {
     const jax_hpc::decode_schedule::Problem plan{batch, heads, 1, 0, 264};
     DeviceArray<int> lengths(std::vector<int>(batch, 4000));
     DeviceSchedule s(plan.num_ctas);
-    const auto enqueue = [&](cudaStream_t stream) {
-      for (int i = 0; i < 20; ++i) {
-        require(jax_hpc::decode_schedule::launch(plan, lengths.data(), s.pair.data(), s.tile.data(),
-                                                 s.last.data(), stream),
-                "schedule");
-      }
+    const auto launch = [&](int, cudaStream_t stream) {
+      return jax_hpc::decode_schedule::launch(plan, lengths.data(), s.pair.data(), s.tile.data(),
+                                              s.last.data(), stream);
     };
-    std::printf("schedule B %d Hkv %d: %.2f us\n", batch, heads, time_of_graph(enqueue) / 20);
+    std::printf("schedule B %d Hkv %d: %.2f us\n", batch, heads, time_in_graph(20, launch));
   }
 }
 

@@ -9,70 +9,17 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
-#include <iostream>
 #include <random>
 #include <vector>
 
 #include "decode_attention/launch.h"
 #include "decode_schedule/launch.h"
+#include "support.cuh"
 
-namespace jax_hpc::test {
+namespace jax_hpc::tests {
 
 using decode_attention::Problem;
 using decode_attention::ScaleKind;
-
-inline void require(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  std::cerr << what << ": " << cudaGetErrorString(status) << "\n";
-  std::exit(2);
-}
-
-// An array on the device that lives as long as the scope.
-template <class T>
-class DeviceArray {
- public:
-  explicit DeviceArray(size_t size) : size_(std::max<size_t>(size, 1)) {
-    require(cudaMalloc(&data_, size_ * sizeof(T)), "cudaMalloc");
-  }
-  explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) {
-    require(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice),
-            "cudaMemcpy");
-  }
-  ~DeviceArray() { cudaFree(data_); }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-
-  T* data() const { return data_; }
-  size_t size() const { return size_; }
-  void poison() { require(cudaMemset(data_, 0xff, size_ * sizeof(T)), "cudaMemset"); }
-  std::vector<T> host() const {
-    std::vector<T> copy(size_);
-    require(cudaMemcpy(copy.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost),
-            "cudaMemcpy");
-    return copy;
-  }
-
- private:
-  T* data_ = nullptr;
-  size_t size_;
-};
-
-// Random numbers from a counter: the same on every machine.
-
-__device__ inline uint32_t mix(uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x7feb352du;
-  x = (x ^ (x >> 15)) * 0x846ca68bu;
-  return x ^ (x >> 16);
-}
-
-__device__ inline float normal(size_t index, uint32_t seed) {
-  const uint32_t key =
-      mix(static_cast<uint32_t>(index) + mix(seed + static_cast<uint32_t>(index >> 32)));
-  const float radius = (static_cast<float>(key) + 1.0f) * 0x1p-32f;
-  const float turn = static_cast<float>(mix(key + 1)) * 0x1p-32f;
-  return sqrtf(-2.0f * logf(radius)) * cospif(2.0f * turn);
-}
 
 __device__ inline void store(void* array, size_t i, float value, bool fp8) {
   if (fp8) {
@@ -86,14 +33,14 @@ __device__ inline float load(const void* array, size_t i, bool fp8) {
   return __bfloat162float(static_cast<const __nv_bfloat16*>(array)[i]);
 }
 
-__global__ void fill_normal(void* array, size_t size, uint32_t seed, float scale, bool fp8) {
+static __global__ void fill_values(void* array, size_t size, uint32_t seed, float scale, bool fp8) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
        i += size_t{gridDim.x} * blockDim.x) {
     store(array, i, normal(i, seed) * scale, fp8);
   }
 }
 
-__global__ void fill_uniform(float* array, size_t size, uint32_t seed) {
+static __global__ void fill_uniform(float* array, size_t size, uint32_t seed) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
        i += size_t{gridDim.x} * blockDim.x) {
     array[i] = 0.5f + static_cast<float>(mix(static_cast<uint32_t>(i) + mix(seed))) * 0x1p-32f;
@@ -101,7 +48,7 @@ __global__ void fill_uniform(float* array, size_t size, uint32_t seed) {
 }
 
 // The tokens of each sequence; what is not written keeps what it holds. One block a token.
-__global__ void fill_tokens(Problem p, void* pages, const int* table, const int* lengths,
+static __global__ void fill_tokens(Problem p, void* pages, const int* table, const int* lengths,
                                    uint32_t seed) {
   const int sequence = static_cast<int>(blockIdx.y);
   const int token = static_cast<int>(blockIdx.x);
@@ -110,9 +57,9 @@ __global__ void fill_tokens(Problem p, void* pages, const int* table, const int*
   if (page < 0 || page >= p.pages) return;
   for (int i = threadIdx.x; i < p.kv_heads * p.head_dim; i += blockDim.x) {
     const int head = i / p.head_dim;
-    const size_t at = ((size_t(page) * p.kv_heads + head) * p.page_size + token % p.page_size) *
-                          p.head_dim +
-                      i % p.head_dim;
+    const size_t at =
+        ((size_t(page) * p.kv_heads + head) * p.page_size + token % p.page_size) * p.head_dim +
+        i % p.head_dim;
     store(pages, at, normal(at, seed), p.fp8_cache);
   }
 }
@@ -135,7 +82,7 @@ struct Reference {
   int longest;
 };
 
-__global__ void reference_rows(Reference r) {
+static __global__ void reference_rows(Reference r) {
   const Problem& p = r.p;
   __shared__ double query[256];
   __shared__ double largest;
@@ -225,8 +172,8 @@ struct Costs {
 };
 
 // The schedule by its definition, for axes that fit int32 (then no cost is rounded).
-inline Schedule schedule_on_host(const decode_schedule::Problem& p,
-                                 const std::vector<int>& lengths, const Costs& costs) {
+inline Schedule schedule_on_host(const decode_schedule::Problem& p, const std::vector<int>& lengths,
+                                 const Costs& costs) {
   using decode_schedule::kTileCost;
   std::vector<int64_t> ends;  // of the pairs, on the cost axis
   std::vector<int> tiles;
@@ -264,4 +211,4 @@ inline Schedule schedule_on_host(const decode_schedule::Problem& p,
   return s;
 }
 
-}  // namespace jax_hpc::test
+}  // namespace jax_hpc::tests
