@@ -17,6 +17,10 @@ EXPECTED = {
     "stream_kernel": ("HMMA.16816.F32.BF16",),
     "topk_warp_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),  # overlap, warp-wide integers
     "topk_cta_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),
+    # bf16 and f16 products from swizzled tiles that the copy engine brings.
+    "attention_kernel": ("HMMA.16816.F32", "LDSM.16.MT88.4", "MOVM.16.MT88", "UTMALDG.4D"),
+    "combine_kernel": ("ACQBULK",),
+    "schedule_kernel": ("ACQBULK",),
     "probe_kernel": (),
 }
 # ptxas keeps a few uniform values on the stack outside the loops; an array there is a fault.

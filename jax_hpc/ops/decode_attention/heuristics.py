@@ -1,4 +1,4 @@
-"""How much of the cache XLA's form gathers at a time, and what the kernel's launch needs to know."""
+"""How much of the cache XLA's form gathers at a time, and how a kernel's launch cuts it."""
 
 from typing import NamedTuple
 
