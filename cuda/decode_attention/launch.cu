@@ -74,16 +74,20 @@ cudaError_t launch_combine(const Arguments& a, bool overlaps, cudaStream_t strea
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(std::min<int64_t>(ctas, kMostCtas))),
                           .threads = kCombineThreads,
                           .overlaps_previous = overlaps};
-  if (a.problem.head_dim == 64) return jax_hpc::launch(combine_kernel<64>, shape, stream, a);
-  return jax_hpc::launch(combine_kernel<128>, shape, stream, a);
+  const auto kernel = a.problem.head_dim == 64 ? combine_kernel<64> : combine_kernel<128>;
+  // It starts on SMs whose shared memory the attention still holds.
+  const cudaError_t status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                  cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                  cudaSharedmemCarveoutMaxShared);
+  if (status != cudaSuccess) return status;
+  return jax_hpc::launch(kernel, shape, stream, a);
 }
 
 }  // namespace
 
-cudaError_t launch(const Problem& problem, const Cut& cut, const Buffers& buffers,
-                   const Order& order, cudaStream_t stream) {
+cudaError_t launch(const Problem& problem, const Config& config, const Cut& cut,
+                   const Buffers& buffers, const Order& order, cudaStream_t stream) {
   if (!is_supported(problem, cut)) return cudaErrorInvalidValue;
-  const Config config = choose(problem);
   CUtensorMap k_map;
   CUtensorMap v_map;
   cudaError_t status = make_page_map(problem, buffers.k_pages, &k_map);

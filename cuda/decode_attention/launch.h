@@ -34,7 +34,7 @@ struct Order {
 };
 
 // Attention and merge. No extent may be zero.
-cudaError_t launch(const Problem& problem, const Cut& cut, const Buffers& buffers,
-                   const Order& order, cudaStream_t stream);
+cudaError_t launch(const Problem& problem, const Config& config, const Cut& cut,
+                   const Buffers& buffers, const Order& order, cudaStream_t stream);
 
 }  // namespace jax_hpc::decode_attention

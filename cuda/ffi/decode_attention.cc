@@ -188,7 +188,8 @@ ffi::Error run(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pages,
                                               b.kv_lens, made[0], made[1], made[2], stream);
   }
   if (status == cudaSuccess) {
-    status = attention::launch(p, cut, b, {makes_schedule, options.pdl}, stream);
+    status =
+        attention::launch(p, attention::choose(p), cut, b, {makes_schedule, options.pdl}, stream);
   }
   return jax_hpc::to_error("decode_attention", status);
 }

@@ -143,7 +143,8 @@ std::string failure_of(Case c, uint32_t seed) {
     require(jax_hpc::decode_schedule::launch(plan, lengths.data(), schedule.pair.data(),
                                              schedule.tile.data(), schedule.last.data(), nullptr),
             "schedule");
-    require(jax_hpc::decode_attention::launch(p, c.cut, buffers, {true, overlapped}, nullptr),
+    require(jax_hpc::decode_attention::launch(p, choose(p), c.cut, buffers, {true, overlapped},
+                                              nullptr),
             "launch");
     require(cudaDeviceSynchronize(), "kernel");
   };
@@ -251,31 +252,23 @@ int check(int count) {
 
 // Times.
 
-struct Mix {
-  const char* name;
-  std::vector<std::pair<int, int>> groups;  // sequences, tokens of each
-};
-
-const std::vector<Mix>& mixes() {
-  constexpr int k = 1024;
-  static const std::vector<Mix> all = {{"64x512", {{64, 512}}},
-                                       {"64x4K", {{64, 4 * k}}},
-                                       {"32x128+32x4K", {{32, 128}, {32, 4 * k}}},
-                                       {"1x16K+15x64", {{1, 16 * k}, {15, 64}}},
-                                       {"1x64K+7x4K", {{1, 64 * k}, {7, 4 * k}}},
-                                       {"1x64K+15x4K", {{1, 64 * k}, {15, 4 * k}}},
-                                       {"1x64K+31x4K", {{1, 64 * k}, {31, 4 * k}}},
-                                       {"1x128K+31x4K", {{1, 128 * k}, {31, 4 * k}}},
-                                       {"2x32K+30x4K", {{2, 32 * k}, {30, 4 * k}}}};
-  return all;
-}
-
 struct Variant {
   std::string name;
   int ctas;
   Costs costs;
-  Cut split;  // instead of a schedule, where splits > 0
+  Cut split;          // instead of a schedule, where splits > 0
+  int less_ring = 0;  // KiB
 };
+
+jax_hpc::decode_attention::Config with_less_ring(const Problem& p,
+                                                 jax_hpc::decode_attention::Config config,
+                                                 int kibibytes) {
+  const int slot = 64 * p.head_dim * (p.fp8_cache ? 1 : 2);
+  const int slots = std::min(kibibytes * 1024 / slot, config.slots - 2);
+  config.slots -= slots;
+  config.shared_bytes -= slots * slot;
+  return config;
+}
 
 // Layers with caches of their own, more than 200 MB of them, and the time of one for each variant.
 void time_mix(const Mix& mix, int kv_heads, bool fp8, const std::vector<Variant>& variants) {
@@ -311,6 +304,8 @@ void time_mix(const Mix& mix, int kv_heads, bool fp8, const std::vector<Variant>
     const jax_hpc::decode_schedule::Problem plan{p.batch, kv_heads, 1, 0, variant.ctas};
     const DeviceSchedule schedule(schedule_on_host(plan, host_lengths, variant.costs));
     Cut cut = variant.split;
+    jax_hpc::decode_attention::Config config = choose(p);
+    if (variant.less_ring > 0) config = with_less_ring(p, config, variant.less_ring);
     if (cut.splits == 0) cut.num_ctas = variant.ctas;
     const auto slots = static_cast<size_t>(jax_hpc::decode_attention::workspace_slots(p, cut));
     DeviceArray<float> partial_out(slots * p.rows() * p.head_dim);
@@ -335,7 +330,7 @@ void time_mix(const Mix& mix, int kv_heads, bool fp8, const std::vector<Variant>
                 partial_out.data(),
                 partial_state.data()};
       schedule.set(b);
-      return jax_hpc::decode_attention::launch(p, cut, b, {false, true}, stream);
+      return jax_hpc::decode_attention::launch(p, config, cut, b, {false, true}, stream);
     };
     const double us = time_in_graph(layers, launch);
     std::printf(" %s %.2f (%.2f)", variant.name.c_str(), us, us / floor);
@@ -386,6 +381,8 @@ int main(int argc, char** argv) {
               {"task 16", two, {16, 32}, {}},
               {"floor 16", two, {8, 16}, {}},
               {"floor 48", two, {8, 48}, {}},
+              {"ring -16K", two, {}, {}, 16},
+              {"ring -32K", two, {}, {}, 32},
               {"static", two, {}, {0, 16, 8}},
               {"split 8", two, {}, {0, 8, 1}},
               {"split 1", two, {}, {0, 1, 1}}});

@@ -211,4 +211,24 @@ inline Schedule schedule_on_host(const decode_schedule::Problem& p, const std::v
   return s;
 }
 
+// The recorded baselines' batches.
+struct Mix {
+  const char* name;
+  std::vector<std::pair<int, int>> groups;  // sequences, tokens of each
+};
+
+inline const std::vector<Mix>& mixes() {
+  constexpr int k = 1024;
+  static const std::vector<Mix> all = {{"64x512", {{64, 512}}},
+                                       {"64x4K", {{64, 4 * k}}},
+                                       {"32x128+32x4K", {{32, 128}, {32, 4 * k}}},
+                                       {"1x16K+15x64", {{1, 16 * k}, {15, 64}}},
+                                       {"1x64K+7x4K", {{1, 64 * k}, {7, 4 * k}}},
+                                       {"1x64K+15x4K", {{1, 64 * k}, {15, 4 * k}}},
+                                       {"1x64K+31x4K", {{1, 64 * k}, {31, 4 * k}}},
+                                       {"1x128K+31x4K", {{1, 128 * k}, {31, 4 * k}}},
+                                       {"2x32K+30x4K", {{2, 32 * k}, {30, 4 * k}}}};
+  return all;
+}
+
 }  // namespace jax_hpc::tests
