@@ -42,6 +42,13 @@ struct Arguments {
   float2* partial_state;
 };
 
+// Asks for the few values that every task needs.
+__device__ __forceinline__ void prefetch_scales(const Arguments& a) {
+  for (const float* values : {a.k_scale, a.v_scale, a.sinks}) {
+    if (values != nullptr) prefetch(values);
+  }
+}
+
 // How a row ends: its sum of values times `weight`, and its log-sum-exp.
 struct Closing {
   float weight;

@@ -145,7 +145,8 @@ __global__ void __launch_bounds__(kCombineThreads, 3)
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   const int rows = a.problem.rows();
-  // Before the wait: what the kernel before the attention has written, and no other.
+  // Before the wait: what kernels before the attention have written, and no other.
+  if (threadIdx.x == 0) prefetch_scales(a);
   const int heavy_pairs = find_heavy(a, heavy, &num_heavy);
   const int64_t stride = int64_t{gridDim.x} * kCombineWarps;
   const int64_t items = int64_t{candidates(a)} * rows;

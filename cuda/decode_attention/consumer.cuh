@@ -26,6 +26,7 @@ class Consumer {
         part_tokens_(min(a.problem.page_size, kTileTokens)) {}
 
   __device__ __forceinline__ void run() {
+    if (threadIdx.x == 0) prefetch_scales(a_);
     for (;;) {
       wait(&shared_.query_full[turn_.stage()], turn_.parity());
       const Task& task = shared_.tasks[turn_.index];

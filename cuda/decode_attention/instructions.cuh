@@ -114,6 +114,11 @@ __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes
       : "memory");
 }
 
+// The line that an address is on, into this SM's cache.
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(address) : "memory");
+}
+
 // Four bytes that the thread does not wait for.
 __device__ __forceinline__ void copy_4(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
