@@ -70,7 +70,8 @@ struct Layout {
   static constexpr int kLive = kQueryEmpty + 2 * 8;
   static constexpr int kTasks = kLive + kMostSlots * 4;
   static constexpr int kState = 1024;
-  static constexpr int kQueryScale = kState + kMostWarps * 2 * 8 * 8;
+  static constexpr int kStateBytes = kMostWarps * 2 * 8 * 8;
+  static constexpr int kQueryScale = kState + 2 * kStateBytes;
   static constexpr int kRing = kQueryScale + 2 * kMostRows * 4;
   static_assert(kTasks + 4 * 32 <= kState && kRing % 1024 == 0);
 

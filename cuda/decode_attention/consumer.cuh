@@ -38,7 +38,7 @@ class Consumer {
       const Sight sight(a_.problem, task.length);
       int token = task.first_token;
       for (int i = 0; i < tiles; ++i, token += kTileTokens) take_tile(sight, token);
-      Ending<Cache, D, N>(a_, shared_, task).run(rows_);
+      Ending<Cache, D, N>(a_, shared_, task, turn_.stage()).run(rows_);
       turn_.advance();
     }
   }

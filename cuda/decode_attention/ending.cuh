@@ -8,12 +8,18 @@ namespace jax_hpc::decode_attention {
 template <class Cache, int D, int N>
 class Ending {
  public:
-  __device__ __forceinline__ Ending(const Arguments& a, const Shared& shared, const Task& task)
-      : a_(a), shared_(shared), task_(task) {}
+  // Tasks take turns with two places for the warps' states: a warp may be at the end of the next
+  // task while another still reads those of this one.
+  __device__ __forceinline__ Ending(const Arguments& a, const Shared& shared, const Task& task,
+                                    int place)
+      : a_(a),
+        shared_(shared),
+        task_(task),
+        states_(shared.state + place * (Layout::kStateBytes / int{sizeof(float2)})) {}
 
   __device__ __forceinline__ void run(const Rows<Cache, D, N>& rows) const {
     const int lane = threadIdx.x % kWarpSize;
-    float2* const own = shared_.state + threadIdx.x / kWarpSize * 8 * N;
+    float2* const own = states_ + threadIdx.x / kWarpSize * 8 * N;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -47,7 +53,7 @@ class Ending {
 
   // Of a warp, its row `row` of tile n.
   __device__ __forceinline__ float2 state_of(int warp, int n, int row) const {
-    return shared_.state[warp * 8 * N + 8 * n + row];
+    return states_[warp * 8 * N + 8 * n + row];
   }
   __device__ __forceinline__ float common_base(int row_group, int n, int row) const {
     float base = kNoBase;
@@ -137,6 +143,7 @@ class Ending {
   const Arguments& a_;
   const Shared& shared_;
   const Task& task_;
+  float2* states_;
 };
 
 }  // namespace jax_hpc::decode_attention
