@@ -46,13 +46,14 @@ def attributes(text: str) -> dict[str, str]:
 
 
 def test_call_with_everything() -> None:
-    def call(*args: Any, **arrays: Any) -> Any:
-        sizes = {"num_q_heads": HQ, "num_kv_heads": HKV, "head_dim": D, "q_len": S}
+    def call(q: Any, k: Any, v: Any, table: Any, lens: Any, **arrays: Any) -> Any:
+        sizes: dict[str, Any] = {"num_q_heads": HQ, "num_kv_heads": HKV, "head_dim": D, "q_len": S}
         schedule = decode_schedule(
-            args[4], **sizes, kv_dtype=E4M3, page_size=N, window=70, num_ctas=7
+            lens, **sizes, kv_dtype=E4M3, page_size=N, window=70, num_ctas=7
         )
-        options = {"window": 70, "logit_cap": 30.0, "scale": 0.25, "return_lse": True}
-        return decode_attention(*args, schedule, implementation="cuda", **options, **arrays)
+        options: dict[str, Any] = {"window": 70, "logit_cap": 30.0, "scale": 0.25}
+        options |= {"return_lse": True, "implementation": "cuda"}
+        return decode_attention(q, k, v, table, lens, schedule, **options, **arrays)
 
     scales = {"q_scale": shape(B, S, HQ), "k_scale": shape(P, HKV, N), "v_scale": shape(HKV)}
     schedule, attention = lower(
@@ -97,7 +98,12 @@ def test_cut_of_a_call_without_a_schedule(num_splits: Any, cut: Cut, workspaces:
 
 
 def test_static_splits_follow_the_batch() -> None:
-    sizes = {"num_q_heads": 8, "num_kv_heads": 1, "q_len": 1, "scheduled_ctas": None}
+    sizes: dict[str, Any] = {
+        "num_q_heads": 8,
+        "num_kv_heads": 1,
+        "q_len": 1,
+        "scheduled_ctas": None,
+    }
     few = heuristics.choose_cut(batch=32, num_splits="static", **sizes)
     many = heuristics.choose_cut(batch=33, num_splits="static", **sizes)
     assert few == Cut(0, 16, 512 // 64) and many == Cut(0, 4, 4096 // 64)
