@@ -181,3 +181,4 @@ BENCHMARK = Benchmark(
     subsets={"m >= 8": lambda case: case["m"] >= 8},
     option=("terms", TERMS),
 )
+BENCHMARKS = {BENCHMARK.op: BENCHMARK}
