@@ -7,7 +7,7 @@ wrappers are the same text at different lengths.
     python scripts/generate_wgmma.py > cuda/common/wgmma.cuh
 """
 
-WIDTHS = (64, 96, 128, 192, 256)
+WIDTHS = (16, 32, 64, 96, 128, 192, 256)
 
 HEADER = """\
 // Warpgroup matrix products of bf16 operands in shared memory (wgmma, sm_90a).

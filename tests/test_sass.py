@@ -13,10 +13,11 @@ from jax_hpc import _registry
 
 # Kernel -> instructions that its code must hold: without them it is correct and slow.
 EXPECTED = {
-    "tiled_kernel": ("HGMMA", "UTMALDG", "SYNCS"),  # wgmma, the copy engine, mbarriers
-    "stream_kernel": ("HMMA.16816.F32.BF16",),
-    "topk_warp_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),  # overlap, warp-wide integers
-    "topk_cta_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),
+    # wgmma, the copy engine, mbarriers, stores to the cluster
+    "tiled_kernel": ("HGMMA", "UTMALDG", "SYNCS", "STAS"),
+    "stream_kernel": ("HMMA.16816.F32.BF16", "SYNCS", "STAS"),
+    "topk_register_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),  # overlap, warp-wide integers
+    "topk_shared_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),
     # bf16 and f16 products from swizzled tiles that the copy engine brings.
     "attention_kernel": ("HMMA.16816.F32", "LDSM.16.MT88.4", "MOVM.16.MT88", "UTMALDG.4D"),
     "combine_kernel": ("ACQBULK",),

@@ -28,13 +28,13 @@ class Consumer {
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) prefetch_scales(a_);
     for (;;) {
-      wait(&shared_.query_full[turn_.stage()], turn_.parity());
+      wait(shared_.query_full(turn_.stage()), turn_.parity());
       const Task& task = shared_.tasks[turn_.index];
       const int tiles = task.tiles;
       if (tiles < 0) return;
       query_.load(a_, shared_, turn_.stage(), task.head, row_tokens_.first);
       rows_.reset();
-      release(&shared_.query_empty[turn_.stage()]);
+      release(shared_.query_empty(turn_.stage()));
       const Sight sight(a_.problem, task.length);
       int token = task.first_token;
       for (int i = 0; i < tiles; ++i, token += kTileTokens) take_tile(sight, token);
@@ -44,7 +44,7 @@ class Consumer {
   }
 
  private:
-  __device__ __forceinline__ void release(uint64_t* barrier) const {
+  __device__ __forceinline__ void release(SharedAddress barrier) const {
     __syncwarp();
     if (lane_ == 0) arrive(barrier);
   }
@@ -57,27 +57,27 @@ class Consumer {
     const uint32_t v_parity = ring_.parity(a_.slots);
     ring_.advance(a_.slots);
     const int groups = kTileTokens / kGroup * a_.row_groups / a_.warps;  // of tokens, of this warp
-    wait(&shared_.full[k], k_parity);
+    wait(shared_.full(k), k_parity);
     const uint32_t live = shared_.live[k];
     for (int i = 0; i < groups; ++i) {
       const int group = token_warp_ * groups + i;
       const bool last = i + 1 == groups;
       const int token = first_token + group * kGroup;
       if ((live >> group & 1) == 0 || !sight.any(token)) {
-        if (last) release(&shared_.empty[k]);
-        if (i == 0) wait(&shared_.full[v], v_parity);
-        if (last) release(&shared_.empty[v]);
+        if (last) release(shared_.empty(k));
+        if (i == 0) wait(shared_.full(v), v_parity);
+        if (last) release(shared_.empty(v));
         continue;
       }
       float scores[N][4];
       multiply_keys(group_address(k, group), scores);
       if (a_.problem.k_scale == ScaleKind::kToken) scale_tokens(k, group, scores);
-      if (last) release(&shared_.empty[k]);
+      if (last) release(shared_.empty(k));
       const bool edge = !sight.all(token);
       const uint32_t visible = edge ? visible_scores(sight, token) : ~0u;
       uint32_t pairs[N][kPairs];
       rows_.weigh(query_, a_.problem.cap, edge, visible, scores, pairs);
-      if (i == 0) wait(&shared_.full[v], v_parity);
+      if (i == 0) wait(shared_.full(v), v_parity);
       const uint32_t values = group_address(v, group);
       uint2 keep{~0u, ~0u};
       if (edge) keep = hide_not_finite(sight, token, values, pairs);
@@ -86,15 +86,15 @@ class Consumer {
       } else {
         multiply_values<false>(values, pairs, keep);
       }
-      if (last) release(&shared_.empty[v]);
+      if (last) release(shared_.empty(v));
     }
   }
 
   __device__ __forceinline__ uint32_t group_address(int slot, int group) const {
     const int token = group * kGroup;
     const int in_part = token & (part_tokens_ - 1);
-    return shared_address(shared_.ring) + slot * Half::kBytes +
-           (token - in_part) * Half::kTokenBytes + in_part * Half::kRowBytes;
+    return shared_.ring + slot * Half::kBytes + (token - in_part) * Half::kTokenBytes +
+           in_part * Half::kRowBytes;
   }
 
   // Address of load j of a group, given that of load 0.

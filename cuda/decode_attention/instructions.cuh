@@ -11,7 +11,7 @@ namespace jax_hpc::decode_attention {
 
 // Four 8x8 matrices of 16-bit values: lanes 8i to 8i + 7 give the addresses of matrix i's rows.
 // Lane l gets, of each, row l / 4, columns 2 (l % 4) and the next.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], SharedAddress address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
@@ -19,7 +19,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address
 }
 
 // The same, each matrix transposed.
-__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t address) {
+__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], SharedAddress address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
@@ -95,22 +95,22 @@ __device__ __forceinline__ float power_of_2(float x) {
 }
 
 // A tile of an array of rank 4 by the copy engine.
-__device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap* map, uint64_t* barrier,
-                                          int x, int y, int z, int w) {
+__device__ __forceinline__ void copy_tile(SharedAddress to, const CUtensorMap* map,
+                                          SharedAddress barrier, int x, int y, int z, int w) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
-      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
 
 // Consecutive bytes, a multiple of 16, by the copy engine.
-__device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes,
-                                           uint64_t* barrier) {
+__device__ __forceinline__ void copy_bytes(SharedAddress to, const void* from, int bytes,
+                                           SharedAddress barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
 
@@ -120,15 +120,13 @@ __device__ __forceinline__ void prefetch(const void* address) {
 }
 
 // Four bytes that the thread does not wait for.
-__device__ __forceinline__ void copy_4(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
-               : "memory");
+__device__ __forceinline__ void copy_4(SharedAddress to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
 // One of the barrier's arrivals, once this thread's copies so far have landed.
-__device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
-               : "memory");
+__device__ __forceinline__ void arrive_after_copies(SharedAddress barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // A barrier among the consumer warps only.

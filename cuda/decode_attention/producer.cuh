@@ -65,7 +65,7 @@ class Producer {
 
   __device__ __forceinline__ void send_query(const Task& task) {
     const int stage = turn_.stage();
-    wait(&shared_.query_empty[stage], turn_.parity() ^ 1);
+    wait(shared_.query_empty(stage), turn_.parity() ^ 1);
     if (task.tiles >= 0) {
       if (a_.problem.fp8_query) {
         copy_query<1>(task, stage);
@@ -74,8 +74,8 @@ class Producer {
       }
     }
     if (lane_ == 0) shared_.tasks[turn_.index] = task;
-    arrive_after_copies(&shared_.query_full[stage]);
-    if (lane_ == 0) arrive(&shared_.query_full[stage]);
+    arrive_after_copies(shared_.query_full(stage));
+    if (lane_ == 0) arrive(shared_.query_full(stage));
     __syncwarp();
     turn_.advance();
   }
@@ -85,7 +85,8 @@ class Producer {
     constexpr int kVectors = D * Bytes / 16;  // of a row
     const Problem& p = a_.problem;
     const int row_tile = 8 * a_.column_tiles * a_.row_groups;
-    uint8_t* const to = shared_.query + stage * row_tile * shared_.query_stride;
+    const SharedAddress to =
+        shared_address(shared_.query + stage * row_tile * shared_.query_stride);
     for (int i = lane_; i < row_tile * kVectors; i += kWarpSize) {
       const int row = i / kVectors;
       const bool exists = row < p.rows();
@@ -95,7 +96,7 @@ class Producer {
     }
     if constexpr (Bytes == 1) {
       for (int row = lane_; row < p.rows(); row += kWarpSize) {
-        copy_4(shared_.query_scale + stage * row_tile + row,
+        copy_4(shared_address(shared_.query_scale + stage * row_tile + row),
                a_.q_scale + output_row(p, task.sequence, task.head, row));
       }
     }
@@ -140,35 +141,35 @@ class Producer {
     const bool token_scales = a_.problem.k_scale == ScaleKind::kToken;
 
     const int slot = ring_.index(a_.slots);
-    wait(&shared_.empty[slot], ring_.parity(a_.slots) ^ 1);
+    wait(shared_.empty(slot), ring_.parity(a_.slots) ^ 1);
     if (lane_ == 0) {
       shared_.live[slot] = groups;
-      arrive_expecting(&shared_.full[slot],
+      arrive_expecting(shared_.full(slot),
                        bytes + (token_scales ? __popc(exist) * part_tokens_ * 4 : 0));
     }
     __syncwarp();
     if (copies) {
-      copy_tile(part_of(slot, part), k_map_, &shared_.full[slot], 0, row, 0, tile_page);
+      copy_tile(part_of(slot, part), k_map_, shared_.full(slot), 0, row, 0, tile_page);
       if (token_scales) {
-        copy_bytes(shared_.token_scale + slot * kTileTokens + part * part_tokens_,
+        copy_bytes(shared_address(shared_.token_scale + slot * kTileTokens + part * part_tokens_),
                    a_.k_scale + int64_t{tile_page} * a_.problem.page_size + row, part_tokens_ * 4,
-                   &shared_.full[slot]);
+                   shared_.full(slot));
       }
     }
     ring_.advance(a_.slots);
 
     const int v_slot = ring_.index(a_.slots);
-    wait(&shared_.empty[v_slot], ring_.parity(a_.slots) ^ 1);
-    if (lane_ == 0) arrive_expecting(&shared_.full[v_slot], bytes);
+    wait(shared_.empty(v_slot), ring_.parity(a_.slots) ^ 1);
+    if (lane_ == 0) arrive_expecting(shared_.full(v_slot), bytes);
     __syncwarp();
     if (copies)
-      copy_tile(part_of(v_slot, part), v_map_, &shared_.full[v_slot], 0, row, 0, tile_page);
+      copy_tile(part_of(v_slot, part), v_map_, shared_.full(v_slot), 0, row, 0, tile_page);
     ring_.advance(a_.slots);
   }
 
-  __device__ __forceinline__ uint32_t part_of(int slot, int part) const {
+  __device__ __forceinline__ SharedAddress part_of(int slot, int part) const {
     using Half = HalfTile<Cache, D>;
-    return shared_address(shared_.ring) +
+    return shared_.ring +
            static_cast<uint32_t>(slot * Half::kBytes + part * part_tokens_ * Half::kTokenBytes);
   }
 

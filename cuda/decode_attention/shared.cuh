@@ -9,7 +9,8 @@ namespace jax_hpc::decode_attention {
 // Pointers into shared memory. The ring holds half tiles: K of a tile, then V of it, then K of the
 // next, on across tasks. `live` says which groups of 16 tokens of a tile lie on pages that exist.
 struct Shared {
-  uint8_t* ring;
+  SharedAddress start;
+  SharedAddress ring;
   float* merge;
   uint8_t* query;
   float* query_scale;
@@ -17,14 +18,11 @@ struct Shared {
   float* token_scale;
   Task* tasks;
   uint32_t* live;
-  uint64_t* full;
-  uint64_t* empty;
-  uint64_t* query_full;
-  uint64_t* query_empty;
   int query_stride;
 
   __device__ Shared(uint8_t* memory, const Layout& l)
-      : ring(memory + Layout::kRing),
+      : start(shared_address(memory)),
+        ring(start + Layout::kRing),
         merge(reinterpret_cast<float*>(memory + l.merge)),
         query(memory + l.query),
         query_scale(reinterpret_cast<float*>(memory + Layout::kQueryScale)),
@@ -32,11 +30,17 @@ struct Shared {
         token_scale(reinterpret_cast<float*>(memory + l.token_scale)),
         tasks(reinterpret_cast<Task*>(memory + Layout::kTasks)),
         live(reinterpret_cast<uint32_t*>(memory + Layout::kLive)),
-        full(reinterpret_cast<uint64_t*>(memory + Layout::kFull)),
-        empty(reinterpret_cast<uint64_t*>(memory + Layout::kEmpty)),
-        query_full(reinterpret_cast<uint64_t*>(memory + Layout::kQueryFull)),
-        query_empty(reinterpret_cast<uint64_t*>(memory + Layout::kQueryEmpty)),
         query_stride(l.query_stride) {}
+
+  // Barriers.
+  __device__ SharedAddress full(int slot) const { return start + Layout::kFull + 8 * slot; }
+  __device__ SharedAddress empty(int slot) const { return start + Layout::kEmpty + 8 * slot; }
+  __device__ SharedAddress query_full(int stage) const {
+    return start + Layout::kQueryFull + 8 * stage;
+  }
+  __device__ SharedAddress query_empty(int stage) const {
+    return start + Layout::kQueryEmpty + 8 * stage;
+  }
 };
 
 static_assert(sizeof(Task) <= 32);
@@ -47,12 +51,12 @@ constexpr int kQueryArrivals = kWarpSize + 1;
 
 __device__ __forceinline__ void init_barriers(const Shared& shared, int slots, int consumers) {
   for (int i = 0; i < slots; ++i) {
-    init_barrier(&shared.full[i], 1);
-    init_barrier(&shared.empty[i], consumers);
+    init_barrier(shared.full(i), 1);
+    init_barrier(shared.empty(i), consumers);
   }
   for (int i = 0; i < 2; ++i) {
-    init_barrier(&shared.query_full[i], kQueryArrivals);
-    init_barrier(&shared.query_empty[i], consumers);
+    init_barrier(shared.query_full(i), kQueryArrivals);
+    init_barrier(shared.query_empty(i), consumers);
   }
   fence_barrier_init();
 }

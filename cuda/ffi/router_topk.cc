@@ -27,6 +27,11 @@ ffi::Error run(cudaStream_t stream, int32_t device, Matrix x, Parts parts,
     return ffi::Error::InvalidArgument(
         "router_topk: shapes must be x [T, H], parts [1 to 3, E, H], logits [T, E]");
   }
+  ffi::Error misaligned =
+      jax_hpc::check_aligned("router_topk", {{"x", x.untyped_data()},
+                                             {"parts", parts.untyped_data()},
+                                             {"logits", logits->untyped_data()}});
+  if (misaligned.failure()) return misaligned;
   const gemm::Problem problem{static_cast<int>(tokens), static_cast<int>(hidden),
                               static_cast<int>(experts), static_cast<int>(terms)};
   int num_sms = 0;

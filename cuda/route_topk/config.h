@@ -25,17 +25,17 @@ struct Problem {
   Options options;
 };
 
-// The warp kernel keeps a token's scores in the registers of a warp. The CTA kernel keeps them in
-// shared memory, for more experts than registers have room for.
-enum class Kernel { kWarp, kCta };
+// The register kernel keeps a token's scores in the registers of one warp or a few. The shared
+// kernel keeps them in shared memory, for more experts than registers have room for.
+enum class Kernel { kRegister, kShared };
 
 constexpr int kMostExperts = 32768;  // what shared memory holds, with their groups
 
 struct Config {
   Kernel kernel;
-  int lane_values;  // scores of one lane, for the warp kernel
-  int width;        // experts that a lane reads at once
-  int tokens;       // tokens of one CTA
+  int lane_values;  // scores of one lane, for the register kernel
+  int warps;        // of one token
+  int tokens;       // of one CTA
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
@@ -49,8 +49,9 @@ inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
 }
 
 inline std::ostream& operator<<(std::ostream& out, const Config& c) {
-  if (c.kernel == Kernel::kCta) return out << "cta";
-  return out << "warp " << c.lane_values << "x" << c.width << ", " << c.tokens << " a CTA";
+  if (c.kernel == Kernel::kShared) return out << "shared";
+  return out << c.warps << (c.warps == 1 ? " warp of " : " warps of ") << c.lane_values
+             << " a lane, " << c.tokens << (c.tokens == 1 ? " token" : " tokens") << " a CTA";
 }
 
 }  // namespace jax_hpc::route_topk

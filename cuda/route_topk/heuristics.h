@@ -1,4 +1,5 @@
-// Which kernel and which instance a choice of experts takes.
+// Which kernel and which instance a choice of experts takes. The choice depends on the number of
+// tokens, the bits of the results do not.
 #pragma once
 
 #include "common/launch.h"
@@ -7,22 +8,25 @@
 namespace jax_hpc::route_topk {
 
 constexpr int kMostTokensOfCta = 4;
+constexpr int kWarpsOfToken = 4;
 
 inline Config choose(const Problem& p) {
-  // One warp a CTA spreads the tokens of a decode step over the SMs.
+  // A decode step spreads over the SMs, and a large row over the four schedulers of one; many
+  // tokens fill the SMs by themselves, with less work for each.
   constexpr int kFewTokens = 256;
-  const int tokens = p.tokens <= kFewTokens ? 1 : kMostTokensOfCta;
+  constexpr int kSmallRow = 256;
+  const bool few = p.tokens <= kFewTokens;
+  const int tokens = few ? 1 : kMostTokensOfCta;
   const int needed = ceil_div(p.experts, kWarpSize);
-  // Up to 8 values a lane, single loads are whole lines of a warp already.
-  for (const int values : {4, 6, 8}) {
-    if (needed <= values) return {Kernel::kWarp, values, 1, tokens};
+  if (few && p.experts > kSmallRow) {
+    for (const int values : {3, 4, 6, 8}) {
+      if (needed <= values * kWarpsOfToken) return {Kernel::kRegister, values, kWarpsOfToken, 1};
+    }
   }
-  const bool aligned = p.experts % 4 == 0;
-  for (const int values : {12, 16, 24, 32}) {
-    const bool exists = aligned || values == 16 || values == 32;
-    if (exists && needed <= values) return {Kernel::kWarp, values, aligned ? 4 : 1, tokens};
+  for (const int values : {4, 6, 8, 12, 16, 24, 32}) {
+    if (needed <= values) return {Kernel::kRegister, values, 1, tokens};
   }
-  return {Kernel::kCta, 0, 1, 1};
+  return {Kernel::kShared, 0, 0, 1};
 }
 
 }  // namespace jax_hpc::route_topk

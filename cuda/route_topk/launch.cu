@@ -1,47 +1,59 @@
 #include "route_topk/launch.h"
 
+#include <utility>
+
 #include "common/launch.h"
-#include "route_topk/cta.cuh"
-#include "route_topk/warp.cuh"
+#include "route_topk/register.cuh"
+#include "route_topk/shared.cuh"
 
 namespace jax_hpc::route_topk {
 namespace {
 
-// Instances of the warp kernel: values of a lane, and how many of them one load brings.
-#define JAX_HPC_WARP_SHAPES(SHAPE) \
-  SHAPE(4, 1)                      \
-  SHAPE(6, 1)                      \
-  SHAPE(8, 1) SHAPE(12, 4) SHAPE(16, 4) SHAPE(24, 4) SHAPE(32, 4) SHAPE(16, 1) SHAPE(32, 1)
+// Instances of the register kernel by values of a lane.
+using OneWarp = std::integer_sequence<int, 4, 6, 8, 12, 16, 24, 32>;
+using FewWarps = std::integer_sequence<int, 3, 4, 6, 8>;
 
-cudaError_t launch_cta(const Problem& p, const Arrays& arrays, bool overlaps_previous,
-                       cudaStream_t stream) {
+template <int Warps, int... Values>
+cudaError_t launch_register(std::integer_sequence<int, Values...>, const Problem& p,
+                            const Config& config, const Arrays& arrays, bool overlaps_previous,
+                            cudaStream_t stream) {
+  const bool fits = p.experts <= config.lane_values * Warps * kWarpSize &&
+                    config.tokens <= RegisterShape<1, Warps>::kTokens;
+  if (!fits) return cudaErrorInvalidValue;
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(ceil_div(p.tokens, config.tokens))),
+                          .threads = config.tokens * Warps * kWarpSize,
+                          .overlaps_previous = overlaps_previous};
+  cudaError_t status = cudaErrorInvalidValue;
+  const auto try_one = [&]<int N>() {
+    if (config.lane_values != N) return;
+    status = jax_hpc::launch(topk_register_kernel<N, Warps>, shape, stream, p, arrays);
+  };
+  (try_one.template operator()<Values>(), ...);
+  return status;
+}
+
+cudaError_t launch_shared(const Problem& p, const Arrays& arrays, bool overlaps_previous,
+                          cudaStream_t stream) {
   if (p.experts > kMostExperts) return cudaErrorInvalidValue;
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(p.tokens)),
-                          .threads = kCtaWarps * kWarpSize,
+                          .threads = kSharedWarps * kWarpSize,
                           .shared_bytes = (p.experts + p.options.num_groups) * int{sizeof(float)},
                           .overlaps_previous = overlaps_previous};
-  return jax_hpc::launch(topk_cta_kernel, shape, stream, p, arrays);
+  return jax_hpc::launch(topk_shared_kernel, shape, stream, p, arrays);
 }
 
 }  // namespace
 
 cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,
                    bool overlaps_previous, cudaStream_t stream) {
-  if (config.kernel == Kernel::kCta) return launch_cta(problem, arrays, overlaps_previous, stream);
-  const bool fits = problem.experts <= config.lane_values * kWarpSize &&
-                    problem.experts % config.width == 0 && config.tokens <= kMostTokensOfCta;
-  if (!fits) return cudaErrorInvalidValue;
-  const LaunchShape shape{
-      .grid = dim3(static_cast<unsigned>(ceil_div(problem.tokens, config.tokens))),
-      .threads = config.tokens * kWarpSize,
-      .overlaps_previous = overlaps_previous};
-#define JAX_HPC_CASE(values, columns)                                                          \
-  if (config.lane_values == values && config.width == columns) {                               \
-    return jax_hpc::launch(topk_warp_kernel<values, columns>, shape, stream, problem, arrays); \
+  if (config.kernel == Kernel::kShared) {
+    return launch_shared(problem, arrays, overlaps_previous, stream);
   }
-  JAX_HPC_WARP_SHAPES(JAX_HPC_CASE)
-#undef JAX_HPC_CASE
-  return cudaErrorInvalidValue;
+  if (config.warps == 1) {
+    return launch_register<1>(OneWarp{}, problem, config, arrays, overlaps_previous, stream);
+  }
+  return launch_register<kWarpsOfToken>(FewWarps{}, problem, config, arrays, overlaps_previous,
+                                        stream);
 }
 
 }  // namespace jax_hpc::route_topk

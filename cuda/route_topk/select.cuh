@@ -39,8 +39,8 @@ __device__ __forceinline__ void write_dead_row(Team& team, const Problem& p, con
   if (team.rank() == 0) *row.identity_weight = 0.0f;
 }
 
-// Sets the keys of experts outside the best groups to kOutsideGroups. strengths: room for one
-// float a group.
+// Sets the keys of experts outside the best groups to kOutsideGroups. strengths: room for one float
+// a group.
 template <class Team>
 __device__ void mask_groups(Team& team, const Problem& p, uint32_t* keys, float* strengths) {
   const int groups = p.options.num_groups;
@@ -121,22 +121,24 @@ __device__ void choose_one_by_one(Team& team, const Problem& p, const Scorer& sc
   }
 }
 
-// From the chosen ids and plain scores in the outputs to the results.
+// From the chosen ids and plain scores in the outputs to the results. One warp does it, so that any
+// number of them adds up alike.
 template <class Team>
 __device__ void finish_written(Team& team, const Problem& p, const Row& row) {
   const Options& o = p.options;
   team.sync();
+  const int end = team.rank() < kWarpSize ? o.k : 0;
   float divisor = 1.0f;
   if (o.renormalize) {
     float sum = 0.0f;
 #pragma unroll 1
-    for (int i = team.rank(); i < o.k; i += Team::kSize) sum += row.weights[i];
+    for (int i = team.rank(); i < end; i += kWarpSize) sum += row.weights[i];
     divisor = team.sum(sum) + kRenormalizeEps;
   }
   float identity = 0.0f;
 #pragma unroll 1
-  for (int i = team.rank(); i < o.k; i += Team::kSize) {
-    const float weight = row.weights[i] / divisor * o.scale;
+  for (int i = team.rank(); i < end; i += kWarpSize) {
+    const float weight = __fmul_rn(row.weights[i] / divisor, o.scale);
     if (row.ids[i] < p.experts - o.num_zero_experts) {
       row.weights[i] = weight;
     } else {

@@ -15,12 +15,12 @@ struct Problem {
   int terms;  // 1 to 3
 };
 
-// The stream kernel reads weights straight into registers and is bound by memory: few tokens.
-// The tiled kernel feeds warpgroup products from shared memory: many tokens.
+// The stream kernel's lanes each copy what they multiply themselves: up to 8 tokens, and rows that
+// are not 16-byte aligned. The tiled kernel's warpgroups share tiles that the copy engine brings.
 enum class Kernel { kStream, kTiled };
 
-// Both kernels cut the hidden axis over the CTAs of a cluster, which add their parts through each
-// other's shared memory: no workspace, no flags, the same order every time.
+// Both cut the hidden axis over the CTAs of a cluster, which add their parts through each other's
+// shared memory: no workspace, no flags, the same order every time.
 struct Config {
   Kernel kernel;
   int token_tile;   // tokens of one CTA

@@ -19,30 +19,33 @@ template <int Terms>
 cudaError_t launch_terms(const Problem& problem, const Config& config, const Arrays& arrays,
                          cudaStream_t stream);
 
-template <int Terms, int ExpertTiles, int TokenTiles, bool Aligned>
+template <int Terms, int TokenTiles, bool Aligned>
 cudaError_t launch_stream(const Problem& p, const Config& config, const Arrays& arrays,
                           cudaStream_t stream) {
-  using Shape = StreamShape<Terms, ExpertTiles, TokenTiles>;
+  using Shape = StreamShape<Terms, TokenTiles>;
   const LaunchShape shape{
-      .grid = dim3(static_cast<unsigned>(ceil_div(p.experts, Shape::kExperts) * config.cluster),
+      .grid = dim3(static_cast<unsigned>(ceil_div(p.experts, kStreamExperts) * config.cluster),
                    static_cast<unsigned>(ceil_div(p.tokens, Shape::kTokens))),
       .threads = kStreamThreads,
       .shared_bytes = Shape::kSharedBytes,
       .cluster = config.cluster};
-  return jax_hpc::launch(stream_kernel<Terms, ExpertTiles, TokenTiles, Aligned>, shape, stream, p,
-                         config.cluster, arrays.x, arrays.parts, arrays.logits);
+  return jax_hpc::launch(stream_kernel<Terms, TokenTiles, Aligned>, shape, stream, p,
+                         log2_of(config.cluster), arrays.x, arrays.parts, arrays.logits);
 }
 
-template <int Terms, int Experts>
+template <int Terms, int Experts, int Tokens>
 cudaError_t launch_tiled(const Problem& p, const Config& config, const Arrays& arrays,
                          cudaStream_t stream) {
+  using Shape = TiledShape<Terms, Experts, Tokens>;
   const auto hidden = static_cast<uint64_t>(p.hidden);
+  // No more rows than there are tokens, in whole groups of the swizzle.
+  const int box_tokens = p.tokens < Tokens ? ceil_div(p.tokens, 8) * 8 : Tokens;
   CUtensorMap x_map;
   CUtensorMap parts_map;
   cudaError_t status = make_tensor_map(arrays.x,
                                        {.rank = 2,
                                         .extent = {hidden, static_cast<uint64_t>(p.tokens), 1},
-                                        .box = {kTileHidden, kTileTokens, 1}},
+                                        .box = {kTileHidden, static_cast<uint32_t>(box_tokens), 1}},
                                        &x_map);
   if (status != cudaSuccess) return status;
   status = make_tensor_map(arrays.parts,
@@ -53,46 +56,41 @@ cudaError_t launch_tiled(const Problem& p, const Config& config, const Arrays& a
   if (status != cudaSuccess) return status;
   const LaunchShape shape{
       .grid = dim3(static_cast<unsigned>(ceil_div(p.experts, Experts) * config.cluster),
-                   static_cast<unsigned>(ceil_div(p.tokens, kTileTokens))),
-      .threads = kTiledThreads,
-      .shared_bytes = TiledShape<Terms, Experts>::kSharedBytes,
+                   static_cast<unsigned>(ceil_div(p.tokens, Tokens))),
+      .threads = Shape::kThreads,
+      .shared_bytes = Shape::kSharedBytes,
       .cluster = config.cluster};
-  return jax_hpc::launch(tiled_kernel<Terms, Experts>, shape, stream, p, config.cluster, x_map,
-                         parts_map, arrays.logits);
+  return jax_hpc::launch(tiled_kernel<Terms, Experts, Tokens>, shape, stream, p,
+                         log2_of(config.cluster), box_tokens, x_map, parts_map, arrays.logits);
 }
 
-// Instances of the stream kernel: tiles of 16 experts and tiles of 8 tokens of a CTA. An unaligned
-// hidden size takes one shape, whose loads are single values.
-#define JAX_HPC_STREAM_SHAPES(SHAPE) \
-  SHAPE(1, 1) SHAPE(2, 1) SHAPE(1, 2) SHAPE(2, 2) SHAPE(1, 4) SHAPE(2, 4)
-#define JAX_HPC_WIDE_STREAM_SHAPES(SHAPE) SHAPE(2, 8)
+// Tiles of the tiled kernel, experts and tokens of a CTA; three terms have no registers for the
+// widest.
+#define JAX_HPC_TILES(TILE) TILE(16, 64) TILE(32, 64) TILE(64, 64) TILE(64, 128) TILE(96, 128)
+#define JAX_HPC_WIDEST_TILE(TILE) TILE(128, 128)
 
 template <int Terms>
 cudaError_t launch_terms(const Problem& problem, const Config& config, const Arrays& arrays,
                          cudaStream_t stream) {
   const bool aligned = problem.hidden % kLaneHidden == 0;
-  if (config.kernel == Kernel::kTiled) {
-    if (!aligned) return cudaErrorInvalidValue;
-    switch (config.expert_tile) {
-      case 64:
-        return launch_tiled<Terms, 64>(problem, config, arrays, stream);
-      case 96:
-        return launch_tiled<Terms, 96>(problem, config, arrays, stream);
-      case 128:
-        if constexpr (Terms < 3) {
-          return launch_tiled<Terms, 128>(problem, config, arrays, stream);
-        }
+  if (config.kernel == Kernel::kStream) {
+    if (config.expert_tile != kStreamExperts) return cudaErrorInvalidValue;
+    if (aligned && config.token_tile == 8) {
+      return launch_stream<Terms, 1, true>(problem, config, arrays, stream);
+    }
+    if (!aligned && config.token_tile == 16) {
+      return launch_stream<Terms, 2, false>(problem, config, arrays, stream);
     }
     return cudaErrorInvalidValue;
   }
-  if (!aligned) return launch_stream<Terms, 1, 2, false>(problem, config, arrays, stream);
-#define JAX_HPC_CASE(expert_tiles, token_tiles)                                                    \
-  if (config.expert_tile == 16 * (expert_tiles) && config.token_tile == 8 * (token_tiles)) {       \
-    return launch_stream<Terms, expert_tiles, token_tiles, true>(problem, config, arrays, stream); \
+  if (!aligned) return cudaErrorInvalidValue;
+#define JAX_HPC_CASE(experts, tokens)                                             \
+  if (config.expert_tile == (experts) && config.token_tile == (tokens)) {         \
+    return launch_tiled<Terms, experts, tokens>(problem, config, arrays, stream); \
   }
-  JAX_HPC_STREAM_SHAPES(JAX_HPC_CASE)
+  JAX_HPC_TILES(JAX_HPC_CASE)
   if constexpr (Terms < 3) {
-    JAX_HPC_WIDE_STREAM_SHAPES(JAX_HPC_CASE)
+    JAX_HPC_WIDEST_TILE(JAX_HPC_CASE)
   }
 #undef JAX_HPC_CASE
   return cudaErrorInvalidValue;

@@ -1,5 +1,6 @@
-// Router product for few tokens: every lane streams its piece of the weights through shared memory
-// into tensor-core operands, and the pieces of the hidden axis are added up afterwards.
+// Router product for a few tokens, and for rows that are not 16-byte aligned: every lane streams
+// its piece of the weights through shared memory into tensor-core operands, and the pieces of the
+// hidden axis are added up afterwards.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,46 +8,50 @@
 #include "common/launch.h"
 #include "common/ptx.cuh"
 #include "router_gemm/config.h"
+#include "router_gemm/exchange.cuh"
 
 namespace jax_hpc::router_gemm {
 
 constexpr int kStreamWarps = 8;
 constexpr int kStreamThreads = kStreamWarps * kWarpSize;
+constexpr int kStreamExperts =
+    16;                          // of a CTA: the rows of mma.m16n8k16, whose columns are 8 tokens
 constexpr int kStepHidden = 32;  // hidden values of one step of a warp: 8 in each lane of a quad
 constexpr int kLaneHidden = 8;   // 16 bytes
 
-// One expert tile is the 16 rows, one token tile the 8 columns of mma.m16n8k16.
-template <int Terms, int ExpertTiles, int TokenTiles>
+template <int Terms, int TokenTiles>
 struct StreamShape {
-  static constexpr int kExperts = 16 * ExpertTiles;
   static constexpr int kTokens = 8 * TokenTiles;
   // Vectors of 16 bytes that a lane needs for one step; a stage of the ring holds one step.
-  static constexpr int kWeightVectors = 2 * ExpertTiles * Terms;
+  static constexpr int kWeightVectors = 2 * Terms;
   static constexpr int kVectors = kWeightVectors + TokenTiles;
   static constexpr int kStageBytes = kVectors * kStreamThreads * 16;
-  // Four steps where two CTAs of an SM have room for them: at H 4096, E 192, T 8 and a cluster of
-  // 4 four took 3.92 us, three 4.21 on an H200.
-  static constexpr int kStages = kStageBytes * 4 <= 96 * 1024 ? 4 : 2;
+  static constexpr int kStages = 4;
   // A row of partial sums of one token; four more floats keep the warp's stores free of bank
   // conflicts and the rows 16-byte aligned.
-  static constexpr int kRow = kExperts + 4;
+  static constexpr int kRow = kStreamExperts + 4;
   static constexpr int kPartials = kTokens * kRow;
-  static constexpr int kUnits = kTokens * kExperts / 4;  // float4 units of the CTA's tile
+  static constexpr int kUnitsOfRow = kStreamExperts / 4;
+  static constexpr int kUnits = kTokens * kUnitsOfRow;  // float4 units of the CTA's tile
   // Terms below the first are scaled before the product and share its accumulator. Three terms
   // claim more than the tensor cores' rounding towards zero allows: there the first term has an
-  // accumulator of its own, which is emptied into a float32 sum every kStepsPerSum steps.
+  // accumulator of its own. Accumulators are emptied into float32 sums after so many steps.
   static constexpr bool kExact = Terms == 3;
-  static constexpr int kStepsPerSum = 2;
+  static constexpr int kStepsOfFirst = kExact ? 2 : 16;
+  static constexpr int kStepsOfRest = 16;
   // The sums that other CTAs send must not lie where this one's ring still is in use.
   static constexpr int kPartialBytes = kStreamWarps * kPartials * int{sizeof(float)};
   static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kFrontBytes = kRingBytes > kPartialBytes ? kRingBytes : kPartialBytes;
-  static constexpr int kSharedBytes = kFrontBytes + kUnits * int{sizeof(float4)};
+  static constexpr int kReceivedAt = kRingBytes > kPartialBytes ? kRingBytes : kPartialBytes;
+  static constexpr int kReceivedBytes = kUnits * int{sizeof(float4)};
+  static constexpr int kBarrierAt = kReceivedAt + kReceivedBytes;
+  static constexpr int kSharedBytes = kBarrierAt + int{sizeof(uint64_t)};
+  static_assert(kUnits <= kStreamThreads, "a thread for each unit");
 };
 
 using Pairs = uint4;  // eight bf16 of one row
 
-// x * 2^-8 for two bf16 values, exact but for subnormals.
+// x * factor for two bf16 values; exact for powers of two but where the result is subnormal.
 __device__ __forceinline__ uint32_t scale_pair(uint32_t pair, float factor) {
   const __nv_bfloat162 scale = __float2bfloat162_rn(factor);
   __nv_bfloat162 value = *reinterpret_cast<__nv_bfloat162*>(&pair);
@@ -82,201 +87,206 @@ __device__ __forceinline__ Pairs load_unaligned(const __nv_bfloat16* row, int va
   return {word[0], word[1], word[2], word[3]};
 }
 
-// Grid: x = expert tiles * cluster, y = token tiles. Which hidden values a lane holds does not
-// matter as long as weights and activations agree: lane t of a quad takes the eight from 8t on and
-// feeds them to two products, so that every copy is 16 bytes wide and lands in operand registers.
-// The ring in shared memory is private to each thread: ptxas would not keep the loads of several
-// steps in flight through registers (it sinks them to their uses).
-template <int Terms, int ExpertTiles, int TokenTiles, bool Aligned>
+// Grid: x = expert tiles << cluster_log2, y = token tiles. Which hidden values a lane holds does
+// not matter as long as weights and activations agree: lane t of a quad takes the eight from 8t on
+// and feeds them to two products, so that every copy is 16 bytes wide and lands in operand
+// registers. The ring in shared memory is private to each thread: ptxas would not keep the loads of
+// several steps in flight through registers (it sinks them to their uses).
+template <int Terms, int TokenTiles, bool Aligned>
 __global__ void __launch_bounds__(kStreamThreads)
-    stream_kernel(Problem p, int cluster, const __nv_bfloat16* __restrict__ x,
+    stream_kernel(Problem p, int cluster_log2, const __nv_bfloat16* __restrict__ x,
                   const __nv_bfloat16* __restrict__ parts, float* __restrict__ logits) {
-  using Shape = StreamShape<Terms, ExpertTiles, TokenTiles>;
-  extern __shared__ float4 shared[];
-  float* partials = reinterpret_cast<float*>(shared);
-  float4* received = shared + Shape::kFrontBytes / int{sizeof(float4)};
-  Pairs* ring = reinterpret_cast<Pairs*>(shared) + threadIdx.x;
+  using Shape = StreamShape<Terms, TokenTiles>;
+  extern __shared__ float4 stream_memory[];
+  const SharedAddress memory = shared_address(stream_memory);
 
-  // The other CTAs' shared memory may be written once they run; asked now, needed much later.
-  if (cluster > 1) cluster_arrive();
-
-  const int rank = cluster > 1 ? static_cast<int>(cluster_rank()) : 0;
+  const int rank = cluster_log2 > 0 ? static_cast<int>(cluster_rank()) : 0;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int group = lane / 4;
   const int quad = lane % 4;
-  const int expert0 = static_cast<int>(blockIdx.x) / cluster * Shape::kExperts;
+  const int expert0 = (static_cast<int>(blockIdx.x) >> cluster_log2) * kStreamExperts;
   const int token0 = static_cast<int>(blockIdx.y) * Shape::kTokens;
 
+  // The warps of the cluster take steps in turn. The lane's place in its first row of weights and
+  // of tokens moves on from one of its steps to the next.
+  const int step_hidden = (kStepHidden * kStreamWarps) << cluster_log2;
+  int k = (rank * kStreamWarps + warp) * kStepHidden + quad * kLaneHidden;
+  const int first_k = k - quad * kLaneHidden;
+  const __nv_bfloat16* weights = parts + static_cast<int64_t>(expert0 + group) * p.hidden + k;
+  const __nv_bfloat16* tokens = x + static_cast<int64_t>(token0 + group) * p.hidden + k;
+  const int64_t next_term = static_cast<int64_t>(p.experts) * p.hidden;
+  const int64_t next_tile = static_cast<int64_t>(8) * p.hidden;
   // Vector v of a step: the weights' rows term by term, then the tokens' rows.
-  const auto place_of = [&](int v, int k, bool& valid) {
-    const bool is_weight = v < Shape::kWeightVectors;
-    const int row = is_weight ? expert0 + v % (2 * ExpertTiles) * 8 + group
-                              : token0 + (v - Shape::kWeightVectors) * 8 + group;
-    const int rows = is_weight ? p.experts : p.tokens;
-    valid = row < rows && k < p.hidden;
-    if (!valid) return is_weight ? parts : x;
-    const int64_t base = is_weight ? static_cast<int64_t>(v / (2 * ExpertTiles)) * p.experts : 0;
-    return (is_weight ? parts : x) + (base + row) * p.hidden + k;
+  const auto place_of = [&](int v, bool& valid) {
+    if (v < Shape::kWeightVectors) {
+      valid = expert0 + v % 2 * 8 + group < p.experts && k < p.hidden;
+      return valid ? weights + v / 2 * next_term + v % 2 * next_tile : parts;
+    }
+    const int tile = v - Shape::kWeightVectors;
+    valid = token0 + tile * 8 + group < p.tokens && k < p.hidden;
+    return valid ? tokens + tile * next_tile : x;
+  };
+  const auto move_on = [&] {
+    k += step_hidden;
+    weights += step_hidden;
+    tokens += step_hidden;
   };
 
-  float sums[ExpertTiles][TokenTiles][4] = {};
-  float firsts[Shape::kExact ? ExpertTiles : 1][TokenTiles][4] = {};
-  float rests[Shape::kExact ? ExpertTiles : 1][TokenTiles][4] = {};
-  const auto add_firsts = [&] {
+  float sums[TokenTiles][4] = {};
+  float firsts[TokenTiles][4] = {};
+  float rests[TokenTiles][4] = {};
+  const auto empty_into_sums = [&](float (&products)[TokenTiles][4]) {
 #pragma unroll
-    for (int e = 0; e < ExpertTiles; ++e) {
+    for (int t = 0; t < TokenTiles; ++t) {
 #pragma unroll
-      for (int t = 0; t < TokenTiles; ++t) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          sums[e][t][i] += firsts[e][t][i];
-          firsts[e][t][i] = 0.0f;
-        }
+      for (int i = 0; i < 4; ++i) {
+        sums[t][i] += products[t][i];
+        products[t][i] = 0.0f;
       }
     }
   };
-  // All vectors of a step in registers first: reading the weights' as they are needed is 5 % slower
-  // from 32 tokens on.
-  const auto multiply_step = [&](const Pairs(&v)[Shape::kVectors]) {
+  const auto multiply_step = [&](const Pairs(&v)[Shape::kVectors], int turn) {
     constexpr float kFactor[3] = {1.0f, 1.0f / 256, 1.0f / 65536};
 #pragma unroll
     for (int i = 0; i < Terms; ++i) {
-#pragma unroll
-      for (int e = 0; e < ExpertTiles; ++e) {
-        auto& into = !Shape::kExact ? sums[e] : i == 0 ? firsts[e] : rests[e];
-        Pairs low = v[2 * (i * ExpertTiles + e)];
-        Pairs high = v[2 * (i * ExpertTiles + e) + 1];
-        if (i > 0) {
-          low = scale_pairs(low, kFactor[i]);
-          high = scale_pairs(high, kFactor[i]);
-        }
-#pragma unroll
-        for (int t = 0; t < TokenTiles; ++t) {
-          const Pairs b = v[Shape::kWeightVectors + t];
-          multiply(into[t], low.x, high.x, low.y, high.y, b.x, b.y);
-          multiply(into[t], low.z, high.z, low.w, high.w, b.z, b.w);
-        }
+      auto& into = Shape::kExact && i > 0 ? rests : firsts;
+      Pairs low = v[2 * i];
+      Pairs high = v[2 * i + 1];
+      if (i > 0) {
+        low = scale_pairs(low, kFactor[i]);
+        high = scale_pairs(high, kFactor[i]);
       }
+#pragma unroll
+      for (int t = 0; t < TokenTiles; ++t) {
+        const Pairs b = v[Shape::kWeightVectors + t];
+        multiply(into[t], low.x, high.x, low.y, high.y, b.x, b.y);
+        multiply(into[t], low.z, high.z, low.w, high.w, b.z, b.w);
+      }
+    }
+    if (turn % Shape::kStepsOfFirst == Shape::kStepsOfFirst - 1) empty_into_sums(firsts);
+    if (Shape::kExact && turn % Shape::kStepsOfRest == Shape::kStepsOfRest - 1) {
+      empty_into_sums(rests);
     }
   };
 
-  const int steps = ceil_div(p.hidden, kStepHidden);
-  const int stride = kStreamWarps * cluster;
-  const int first = rank * kStreamWarps + warp;
-  const auto hidden_of = [&](int step) { return step * kStepHidden + quad * kLaneHidden; };
+  // Nothing may be sent to a CTA that has no barrier yet. Asked when the first copies are under
+  // way, needed when the sums are exchanged.
+  const auto open_exchange = [&] {
+    if (cluster_log2 == 0) return;
+    if (threadIdx.x == 0) {
+      init_barrier(memory + Shape::kBarrierAt, 1);
+      fence_barrier_init();
+      arrive_expecting(memory + Shape::kBarrierAt, Shape::kReceivedBytes);
+    }
+    __syncwarp();
+    cluster_arrive_relaxed();
+  };
+
+  // All lanes of a warp make the same turns.
+  const int turns = first_k < p.hidden ? (p.hidden - 1 - first_k) / step_hidden + 1 : 0;
   if constexpr (Aligned) {
-    const auto fetch = [&](int turn) {
-      const int step = first + turn * stride;
-      if (step < steps) {
-        Pairs* to = ring + turn % Shape::kStages * (Shape::kVectors * kStreamThreads);
+    const SharedAddress ring = memory + static_cast<int>(threadIdx.x) * int{sizeof(Pairs)};
+    constexpr int kNextVector = kStreamThreads * int{sizeof(Pairs)};
+    const auto fetch = [&](int stage) {
 #pragma unroll
-        for (int v = 0; v < Shape::kVectors; ++v) {
-          bool valid;
-          const __nv_bfloat16* from = place_of(v, hidden_of(step), valid);
-          copy_16(to + v * kStreamThreads, from, valid);
-        }
+      for (int v = 0; v < Shape::kVectors; ++v) {
+        bool valid;
+        const __nv_bfloat16* from = place_of(v, valid);
+        copy_16(ring + stage * Shape::kStageBytes + v * kNextVector, from, valid);
       }
       commit_copies();
+      move_on();
     };
-#pragma unroll
-    for (int turn = 0; turn < Shape::kStages; ++turn) fetch(turn);
-    for (int turn = 0; first + turn * stride < steps; ++turn) {
+#pragma unroll 1
+    for (int turn = 0; turn < Shape::kStages; ++turn) {
+      if (turn < turns) {
+        fetch(turn);
+      } else {
+        commit_copies();
+      }
+    }
+    open_exchange();
+    int stage = 0;
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn) {
       wait_copies<Shape::kStages - 1>();
-      const Pairs* from = ring + turn % Shape::kStages * (Shape::kVectors * kStreamThreads);
+      const auto* from = reinterpret_cast<const Pairs*>(stream_memory) + threadIdx.x +
+                         stage * Shape::kVectors * kStreamThreads;
       Pairs v[Shape::kVectors];
 #pragma unroll
       for (int i = 0; i < Shape::kVectors; ++i) v[i] = from[i * kStreamThreads];
-      multiply_step(v);
-      fetch(turn + Shape::kStages);
-      if (Shape::kExact && turn % Shape::kStepsPerSum == Shape::kStepsPerSum - 1) add_firsts();
+      multiply_step(v, turn);
+      if (turn + Shape::kStages < turns) {
+        fetch(stage);
+      } else {
+        commit_copies();
+      }
+      stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
     }
     wait_copies<0>();
     __syncthreads();  // the sums below take the place of the ring
   } else {
-    for (int step = first; step < steps; step += stride) {
-      const int k = hidden_of(step);
+    open_exchange();
+    for (int turn = 0; turn < turns; ++turn) {
       Pairs v[Shape::kVectors];
 #pragma unroll
       for (int i = 0; i < Shape::kVectors; ++i) {
         bool valid;
-        const __nv_bfloat16* from = place_of(i, k, valid);
+        const __nv_bfloat16* from = place_of(i, valid);
         v[i] = load_unaligned(from, valid ? p.hidden - k : 0);
       }
-      multiply_step(v);
-      if constexpr (Shape::kExact) add_firsts();
+      multiply_step(v, turn);
+      move_on();
     }
   }
+  let_next_kernel_start();
+  empty_into_sums(firsts);
+  if constexpr (Shape::kExact) empty_into_sums(rests);
 
   // The warps' sums side by side in shared memory: [warp][token][expert].
+  float* partials = reinterpret_cast<float*>(stream_memory) + warp * Shape::kPartials;
 #pragma unroll
-  for (int e = 0; e < ExpertTiles; ++e) {
+  for (int t = 0; t < TokenTiles; ++t) {
+    float* to = partials + (8 * t + 2 * quad) * Shape::kRow + group;
 #pragma unroll
-    for (int t = 0; t < TokenTiles; ++t) {
-      float* to =
-          partials + warp * Shape::kPartials + (8 * t + 2 * quad) * Shape::kRow + 16 * e + group;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float sum = sums[e][t][i];
-        if constexpr (Shape::kExact) sum += firsts[e][t][i] + rests[e][t][i];
-        to[(i % 2) * Shape::kRow + (i / 2) * 8] = sum;
-      }
-    }
+    for (int i = 0; i < 4; ++i) to[(i % 2) * Shape::kRow + (i / 2) * 8] = sums[t][i];
   }
   __syncthreads();
 
   const auto add_warps = [&](int unit) {
-    constexpr int kUnitsOfRow = Shape::kExperts / 4;
-    const float4* from = shared + (unit / kUnitsOfRow) * (Shape::kRow / 4) + unit % kUnitsOfRow;
+    const float4* from =
+        stream_memory + unit / Shape::kUnitsOfRow * (Shape::kRow / 4) + unit % Shape::kUnitsOfRow;
     float4 sum = from[0];
 #pragma unroll
-    for (int i = 1; i < kStreamWarps; ++i) {
-      const float4 next = from[i * Shape::kPartials / 4];
-      sum = {sum.x + next.x, sum.y + next.y, sum.z + next.z, sum.w + next.w};
-    }
+    for (int i = 1; i < kStreamWarps; ++i) sum = add(sum, from[i * Shape::kPartials / 4]);
     return sum;
   };
   const auto write = [&](int unit, float4 sum) {
-    constexpr int kUnitsOfRow = Shape::kExperts / 4;
-    const int token = token0 + unit / kUnitsOfRow;
-    const int expert = expert0 + unit % kUnitsOfRow * 4;
+    const int token = token0 + unit / Shape::kUnitsOfRow;
     if (token >= p.tokens) return;
-    float* to = logits + static_cast<int64_t>(token) * p.experts + expert;
-    if (p.experts % 4 == 0) {
-      if (expert < p.experts) *reinterpret_cast<float4*>(to) = sum;
-      return;
-    }
-    const float values[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (expert + i < p.experts) to[i] = values[i];
-    }
+    write_logits(logits, p, token, expert0 + unit % Shape::kUnitsOfRow * 4, sum);
   };
-
-  if (cluster == 1) {
-    for (int unit = static_cast<int>(threadIdx.x); unit < Shape::kUnits; unit += kStreamThreads) {
-      write(unit, add_warps(unit));
-    }
+  const int unit = static_cast<int>(threadIdx.x);
+  if (cluster_log2 == 0) {
+    if (unit < Shape::kUnits) write(unit, add_warps(unit));
     return;
   }
   // Each CTA owns a slice of the tile and is sent everybody's sums of it: [sender][unit].
-  const int slice = Shape::kUnits / cluster;
+  constexpr int kUnitsLog2 = log2_of(Shape::kUnits);
+  const int slice_log2 = kUnitsLog2 - cluster_log2;
   cluster_wait();
-  for (int unit = static_cast<int>(threadIdx.x); unit < Shape::kUnits; unit += kStreamThreads) {
-    const int owner = unit / slice;
-    const uint32_t to =
-        address_in_cluster(received + rank * slice + unit % slice, static_cast<uint32_t>(owner));
-    store_in_cluster(to, add_warps(unit));
+  if (unit < Shape::kUnits) {
+    const auto owner = static_cast<uint32_t>(unit >> slice_log2);
+    const int place = (rank << slice_log2) + (unit & ((1 << slice_log2) - 1));
+    send(address_in_cluster(memory + Shape::kReceivedAt + place * int{sizeof(float4)}, owner),
+         add_warps(unit), address_in_cluster(memory + Shape::kBarrierAt, owner));
   }
-  cluster_arrive();
-  cluster_wait();
-  for (int i = static_cast<int>(threadIdx.x); i < slice; i += kStreamThreads) {
-    float4 sum = received[i];
-    for (int sender = 1; sender < cluster; ++sender) {
-      const float4 next = received[sender * slice + i];
-      sum = {sum.x + next.x, sum.y + next.y, sum.z + next.z, sum.w + next.w};
-    }
-    write(rank * slice + i, sum);
+  wait_for_cluster(memory + Shape::kBarrierAt, 0);
+  if (unit < 1 << slice_log2) {
+    const float4 sum = add_senders(memory + Shape::kReceivedAt + unit * int{sizeof(float4)},
+                                   int{sizeof(float4)} << slice_log2, cluster_log2);
+    write((rank << slice_log2) + unit, sum);
   }
 }
 

@@ -16,6 +16,7 @@
 #include <cstring>
 #include <iostream>
 #include <numeric>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -168,8 +169,23 @@ struct Results {
   }
 };
 
+// The instances that are made for the number of experts: all give the same bits.
+std::vector<Config> all_configs(const Problem& p) {
+  std::vector<Config> configs;
+  const Config chosen = jax_hpc::route_topk::choose(p);
+  if (chosen.kernel == Kernel::kShared) return {chosen};
+  for (const int many : {1, 1000}) {
+    Config config = jax_hpc::route_topk::choose({many, p.experts, p.options});
+    configs.push_back(config);
+    if (config.warps > 1) continue;
+    config.tokens = 2;
+    configs.push_back(config);
+  }
+  return configs;
+}
+
 // What is wrong with a problem's results; empty if nothing is.
-std::string fault_of(const Problem& p, const Config& config, bool has_bias, uint32_t seed) {
+std::string fault_of(const Problem& p, bool has_bias, uint32_t seed) {
   constexpr int kGuard = 64;
   const std::vector<float> logits = make_logits(p, seed);
   std::vector<float> bias(p.experts);
@@ -182,7 +198,7 @@ std::string fault_of(const Problem& p, const Config& config, bool has_bias, uint
   DeviceArray<float> identity_weight(p.tokens + kGuard);
   const Arrays arrays{device_logits.data(), has_bias ? device_bias.data() : nullptr, ids.data(),
                       weights.data(), identity_weight.data()};
-  const auto run = [&](bool overlaps) {
+  const auto run = [&](const Config& config, bool overlaps) {
     ids.poison();
     weights.poison();
     identity_weight.poison();
@@ -190,9 +206,15 @@ std::string fault_of(const Problem& p, const Config& config, bool has_bias, uint
     require(cudaDeviceSynchronize(), "kernel");
     return Results{ids.host(), weights.host(), identity_weight.host()};
   };
-  const Results got = run(false);
-  if (!(run(false) == got)) return "another run differs";
-  if (!(run(true) == got)) return "overlap changes it";
+  const Results got = run(jax_hpc::route_topk::choose(p), false);
+  for (const Config& config : all_configs(p)) {
+    for (const bool overlaps : {false, true}) {
+      if (run(config, overlaps) == got) continue;
+      std::ostringstream name;
+      name << config << (overlaps ? " with overlap" : "") << " differs";
+      return name.str();
+    }
+  }
   for (int i = 0; i < kGuard; ++i) {
     const bool intact = got.ids[size + i] == -1 && std::isnan(got.weights[size + i]) &&
                         std::isnan(got.identity_weight[p.tokens + i]);
@@ -237,14 +259,11 @@ int check(bool small) {
       for (const int tokens : {3, 300}) {
         if (tokens == 300 && (small || runs % 4 != 0 || experts > 1024)) continue;
         const Problem problem{tokens, experts, options};
-        const Config config = jax_hpc::route_topk::choose(problem);
         const bool has_bias = runs % 2 == 0;
-        const std::string fault =
-            fault_of(problem, config, has_bias, static_cast<uint32_t>(++runs));
+        const std::string fault = fault_of(problem, has_bias, static_cast<uint32_t>(++runs));
         if (fault.empty()) continue;
         ++failures;
-        std::cout << problem << (has_bias ? ", bias" : "") << ", " << config << ": " << fault
-                  << "\n";
+        std::cout << problem << (has_bias ? ", bias: " : ": ") << fault << "\n";
       }
     }
   }
@@ -286,18 +305,19 @@ void print_times(int hidden, int experts, int k, int tokens, int num_sms) {
   };
   std::cout << problem << " after H=" << hidden << "\n";
   std::cout << "  product " << time_in_graph(calls, multiply) << " us, and choice " << both(false)
-            << ", with overlap " << both(true) << "\n  choice alone";
-  Config config = jax_hpc::route_topk::choose(problem);
-  const int chosen = config.tokens;
-  for (const int of_cta : {1, 2, 4}) {
-    if (config.kernel == Kernel::kCta && of_cta > 1) break;
-    config.tokens = of_cta;
+            << ", with overlap " << both(true) << "\n";
+  const auto is_chosen = [&](const Config& c) {
+    const Config chosen = jax_hpc::route_topk::choose(problem);
+    return c.kernel == chosen.kernel && c.lane_values == chosen.lane_values &&
+           c.warps == chosen.warps && c.tokens == chosen.tokens;
+  };
+  for (const Config& config : all_configs(problem)) {
     const double microseconds = time_in_graph(64, [&](int, cudaStream_t stream) {
       return jax_hpc::route_topk::launch(problem, config, arrays, false, stream);
     });
-    std::cout << " " << microseconds << " (" << config << (of_cta == chosen ? ", chosen)" : ")");
+    std::cout << "  choice alone " << microseconds << " us  " << config
+              << (is_chosen(config) ? "  <- chosen" : "") << "\n";
   }
-  std::cout << "\n";
 }
 
 }  // namespace

@@ -143,8 +143,8 @@ def test_split_checks() -> None:
 @pytest.mark.parametrize(
     ("tokens", "hidden", "experts", "words"),
     [
-        (128 * 65535, 64, 8, None),
-        (128 * 65535 + 1, 64, 8, "T must be at most 8388480 where H is a multiple of 8, got"),
+        (64 * 65535, 64, 8, None),
+        (64 * 65535 + 1, 64, 8, "T must be at most 4194240 where H is a multiple of 8, got"),
         (16 * 65535, 63, 8, None),
         (16 * 65535 + 1, 63, 8, "T must be at most 1048560 where H is no multiple of 8, got"),
         (2**31, 8, 8, "T must be at most 2147482624, got 2147483648"),

@@ -34,6 +34,10 @@ SHAPES = [
     (150, 77, 65),
     (1, 1, 1),
     (4099, 256, 96),
+    # Long hidden axes: the sums of every kernel are emptied many times.
+    (8, 65536, 20),
+    (64, 16384, 2112),
+    (40, 12289, 1100),
 ]
 
 cuda = functools.partial(router_gemm, implementation="cuda")

@@ -1,7 +1,6 @@
 """What a program asks of the CUDA driver: every call is counted, by CUPTI's callbacks.
 
-Nothing is traced and no profiler of JAX's runs, so that XLA works as always: while its profiler
-records, it replays no graphs.
+JAX's profiler does not run, so that XLA works as always: while it records, XLA replays no graphs.
 """
 
 import collections
@@ -17,7 +16,9 @@ from typing import Any
 _DRIVER_API = 1
 _ENTER = 0
 _LAUNCH = re.compile(r"cuLaunch(Cooperative)?Kernel")
-_MOVES = re.compile(r"cuMem(cpy|set)")
+_MOVE = re.compile(r"cuMem(cpy|set)")
+# Copies, and fills by bytes: all take their number of bytes as the third of eight-byte fields.
+_COUNTED = re.compile(r"cuMem(cpy(|DtoD|DtoH|HtoD)|setD8)(Async)?")
 
 
 class _CallbackData(ctypes.Structure):
@@ -44,39 +45,45 @@ class DriverCalls(collections.Counter[str]):
         super().__init__()
         self.kernels: list[str] = []
         """Names of the kernels launched singly or captured, in order; mangled."""
+        self.moves: list[tuple[str, int | None]] = []
+        """Copies and fills, in order: the function and its bytes, None where it is not read."""
 
-    def _sum(self, pattern: re.Pattern[str]) -> int:
-        return sum(count for name, count in self.items() if pattern.match(name))
+    def __str__(self) -> str:
+        kernels = dict(collections.Counter(self.kernels))
+        return f"calls {dict(self)}; kernels {kernels}; copies and fills {self.moves}"
 
     @property
     def launches(self) -> int:
         """Kernels launched singly, or captured into a graph."""
-        return self._sum(_LAUNCH)
+        return sum(count for name, count in self.items() if _LAUNCH.match(name))
+
+    @property
+    def ours(self) -> int:
+        """Those of the launches whose kernel is one of jax_hpc's."""
+        return sum("jax_hpc" in name for name in self.kernels)
 
     @property
     def graphs(self) -> int:
         """Graphs launched."""
         return self["cuGraphLaunch"]
 
-    @property
-    def moves(self) -> int:
-        """Copies and fills."""
-        return self._sum(_MOVES)
-
 
 @contextlib.contextmanager
 def driver_calls() -> Iterator[DriverCalls]:
-    """Count the driver calls of the whole process while the context is open."""
-    calls = DriverCalls()
+    """Count the driver calls of the whole process while the context is open; read them after."""
+    calls, names = DriverCalls(), list[str]()
 
     def note(_user: object, _domain: int, _id: int, data: Any) -> None:
+        # On whichever thread makes the call: nothing but appending is safe here.
         fields = data.contents
         if fields.site != _ENTER or fields.function_name is None:
             return
         name = re.sub(r"(_v\d+)?(_ptsz|_ptds)?$", "", fields.function_name.decode())
-        calls[name] += 1
+        names.append(name)
         if _LAUNCH.match(name) and fields.symbol_name is not None:
             calls.kernels.append(fields.symbol_name.decode())
+        if _MOVE.match(name):
+            calls.moves.append((name, _bytes(name, fields.function_params)))
 
     cupti, subscriber, callback = _library(), ctypes.c_void_p(), _CALLBACK(note)
     _check(cupti, cupti.cuptiSubscribe(ctypes.byref(subscriber), callback, None))
@@ -85,6 +92,11 @@ def driver_calls() -> Iterator[DriverCalls]:
         yield calls
     finally:
         _check(cupti, cupti.cuptiUnsubscribe(subscriber))
+        calls.update(names)
+
+
+def _bytes(name: str, params: int) -> int | None:
+    return (ctypes.c_uint64 * 3).from_address(params)[2] if _COUNTED.fullmatch(name) else None
 
 
 def _check(cupti: ctypes.CDLL, status: int) -> None:

@@ -4,19 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_hpc._primitive import Fold, Kernel, Operator
 from jax_hpc.ops.route_topk.primitive import options, too_many_experts
+from jax_hpc.ops.router_gemm import primitive as router_gemm
 from jax_hpc.ops.router_topk import heuristics, reference, xla
 from jax_hpc.ops.router_topk.signature import Operands, Params, logits_shape, shape_rule
 
 
 def _unsupported(operands: Operands, params: Params) -> str | None:
     del params
-    if operands.x.dtype != jnp.bfloat16:
-        return f"x must be bfloat16, got {operands.x.dtype.name}"
-    return too_many_experts(operands.weight.parts.shape[1])
+    experts = operands.weight.parts.shape[1]
+    return router_gemm.unsupported(operands.x, operands.weight) or too_many_experts(experts)
 
 
 def _attributes(operands: Operands, params: Params) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-// The choice of experts by one CTA a token, for more experts than the registers of a warp hold.
+// The choice of experts in shared memory by one CTA a token, for more experts than registers hold.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -6,12 +6,13 @@
 
 namespace jax_hpc::route_topk {
 
-constexpr int kCtaWarps = 8;
+constexpr int kSharedWarps = 8;
 
 // Dynamic shared memory: a key for each expert, then a float for each group.
-__global__ void __launch_bounds__(kCtaWarps* kWarpSize) topk_cta_kernel(Problem p, Arrays arrays) {
+__global__ void __launch_bounds__(kSharedWarps* kWarpSize)
+    topk_shared_kernel(Problem p, Arrays arrays) {
   extern __shared__ uint32_t keys[];
-  using Team = CtaTeam<kCtaWarps>;
+  using Team = CtaTeam<kSharedWarps>;
   __shared__ Team::Shared exchange;
   wait_for_previous_kernel();
   Team team(exchange);
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(kCtaWarps* kWarpSize) topk_cta_kernel(Problem 
   if (scorer.scoring == Scoring::kSoftmax) {
     float sum = 0.0f;
     for (int i = team.rank(); i < p.experts; i += Team::kSize) {
-      sum += scorer.exponential(clean_logit(row.logits[i]));
+      sum = __fadd_rn(sum, scorer.exponential(clean_logit(row.logits[i])));
     }
     scorer.inverse_sum = reciprocal(team.sum(sum));
   }
