@@ -12,14 +12,26 @@ cudaError_t launch_attention(const Arguments& arguments, const LaunchShape& shap
                              const CUtensorMap& k_map, const CUtensorMap& v_map,
                              cudaStream_t stream);
 
+// All of an SM's shared memory that can be, for two CTAs on it.
+template <class... Parameters>
+cudaError_t launch_large(void (*kernel)(Parameters...), const LaunchShape& shape,
+                         cudaStream_t stream, const Arguments& arguments, const CUtensorMap& k_map,
+                         const CUtensorMap& v_map) {
+  const cudaError_t status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                  cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                  cudaSharedmemCarveoutMaxShared);
+  if (status != cudaSuccess) return status;
+  return jax_hpc::launch(kernel, shape, stream, arguments, k_map, v_map);
+}
+
 template <class Cache, int D>
 cudaError_t launch_dim(const Arguments& arguments, const LaunchShape& shape,
                        const CUtensorMap& k_map, const CUtensorMap& v_map, cudaStream_t stream) {
   switch (arguments.column_tiles) {
     case 1:
-      return jax_hpc::launch(attention_kernel<Cache, D, 1>, shape, stream, arguments, k_map, v_map);
+      return launch_large(attention_kernel<Cache, D, 1>, shape, stream, arguments, k_map, v_map);
     case 2:
-      return jax_hpc::launch(attention_kernel<Cache, D, 2>, shape, stream, arguments, k_map, v_map);
+      return launch_large(attention_kernel<Cache, D, 2>, shape, stream, arguments, k_map, v_map);
   }
   return cudaErrorInvalidValue;
 }
