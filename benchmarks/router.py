@@ -1,11 +1,11 @@
 """Op ``router``: router_gemm and route_topk on the routers of real models, and XLA beside them.
 
 ``auto`` and ``cuda`` are router_gemm (``:3`` for three terms, ``:1`` for one). XLA's own forms are
-``xla``, the float32 product, ``xla-parts``, the same from a split weight of which no full one is
-kept, as SplitRouter keeps none, and ``bf16x3``, XLA's three-pass bf16 algorithm on the float32
-weight; ``auto`` has the full weight too, ``auto-parts`` has not. ``router+topk`` is router_gemm
-and route_topk as two calls, ``router-topk`` is router_topk, which is both in one, and ``topk`` is
-route_topk alone.
+``xla``, the float32 product, ``xla-parts``, router_gemm's XLA form of a split weight of which no
+full one is kept, as SplitRouter keeps none, and ``bf16x3``, XLA's three-pass bf16 algorithm on the
+float32 weight; ``auto`` has the full weight too, ``auto-parts`` has not. ``router+topk`` is
+router_gemm and route_topk as two calls, ``router-topk`` is router_topk, which is both in one, and
+``topk`` is route_topk alone.
 """
 
 import functools
@@ -110,6 +110,12 @@ def _product(implementation: Any, shape: str, x: jax.Array, weight: Any, bias: A
     return router_gemm(x, weight, implementation=implementation)
 
 
+def _float32(shape: str, x: jax.Array, weight: SplitWeight, bias: jax.Array) -> jax.Array:
+    del shape, bias
+    highest = jax.lax.Precision.HIGHEST
+    return jnp.einsum("th,eh->te", x.astype(jnp.float32), weight.full, precision=highest)
+
+
 def _bf16x3(shape: str, x: jax.Array, weight: SplitWeight, bias: jax.Array) -> jax.Array:
     del shape, bias
     return jax.lax.dot_general(
@@ -148,7 +154,7 @@ CALLS = {
     "auto": functools.partial(_product, "auto"),
     "auto-parts": functools.partial(_product, "auto"),
     "cuda": functools.partial(_product, "cuda"),
-    "xla": functools.partial(_product, "xla"),
+    "xla": _float32,
     "xla-parts": functools.partial(_product, "xla"),
     "bf16x3": _bf16x3,
     "router+topk": _two_calls,

@@ -22,7 +22,7 @@ cudaError_t launch_terms(const Problem& problem, const Config& config, const Arr
 template <int Terms, int TokenTiles, bool Aligned>
 cudaError_t launch_stream(const Problem& p, const Config& config, const Arrays& arrays,
                           cudaStream_t stream) {
-  using Shape = StreamShape<Terms, TokenTiles>;
+  using Shape = StreamShape<Terms, TokenTiles, Aligned>;
   const LaunchShape shape{
       .grid = dim3(static_cast<unsigned>(ceil_div(p.experts, kStreamExperts) * config.cluster),
                    static_cast<unsigned>(ceil_div(p.tokens, Shape::kTokens))),

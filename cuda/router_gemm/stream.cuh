@@ -19,7 +19,7 @@ constexpr int kStreamExperts =
 constexpr int kStepHidden = 32;  // hidden values of one step of a warp: 8 in each lane of a quad
 constexpr int kLaneHidden = 8;   // 16 bytes
 
-template <int Terms, int TokenTiles>
+template <int Terms, int TokenTiles, bool Aligned>
 struct StreamShape {
   static constexpr int kTokens = 8 * TokenTiles;
   // Vectors of 16 bytes that a lane needs for one step; a stage of the ring holds one step.
@@ -39,10 +39,10 @@ struct StreamShape {
   static constexpr bool kExact = Terms == 3;
   static constexpr int kStepsOfFirst = kExact ? 2 : 16;
   static constexpr int kStepsOfRest = 16;
-  // The sums that other CTAs send must not lie where this one's ring still is in use.
+  // Shared memory: the ring, the warps' sums, what the cluster sends, its barrier.
+  static constexpr int kPartialsAt = Aligned ? kStages * kStageBytes : 0;
   static constexpr int kPartialBytes = kStreamWarps * kPartials * int{sizeof(float)};
-  static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kReceivedAt = kRingBytes > kPartialBytes ? kRingBytes : kPartialBytes;
+  static constexpr int kReceivedAt = kPartialsAt + kPartialBytes;
   static constexpr int kReceivedBytes = kUnits * int{sizeof(float4)};
   static constexpr int kBarrierAt = kReceivedAt + kReceivedBytes;
   static constexpr int kSharedBytes = kBarrierAt + int{sizeof(uint64_t)};
@@ -96,7 +96,7 @@ template <int Terms, int TokenTiles, bool Aligned>
 __global__ void __launch_bounds__(kStreamThreads)
     stream_kernel(Problem p, int cluster_log2, const __nv_bfloat16* __restrict__ x,
                   const __nv_bfloat16* __restrict__ parts, float* __restrict__ logits) {
-  using Shape = StreamShape<Terms, TokenTiles>;
+  using Shape = StreamShape<Terms, TokenTiles, Aligned>;
   extern __shared__ float4 stream_memory[];
   const SharedAddress memory = shared_address(stream_memory);
 
@@ -170,8 +170,8 @@ __global__ void __launch_bounds__(kStreamThreads)
     }
   };
 
-  // Nothing may be sent to a CTA that has no barrier yet. Asked when the first copies are under
-  // way, needed when the sums are exchanged.
+  // Nothing may be sent to a CTA that has no barrier yet. The wait costs nothing while the first
+  // copies are under way.
   const auto open_exchange = [&] {
     if (cluster_log2 == 0) return;
     if (threadIdx.x == 0) {
@@ -181,6 +181,7 @@ __global__ void __launch_bounds__(kStreamThreads)
     }
     __syncwarp();
     cluster_arrive_relaxed();
+    cluster_wait();
   };
 
   // All lanes of a warp make the same turns.
@@ -224,8 +225,6 @@ __global__ void __launch_bounds__(kStreamThreads)
       }
       stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
     }
-    wait_copies<0>();
-    __syncthreads();  // the sums below take the place of the ring
   } else {
     open_exchange();
     for (int turn = 0; turn < turns; ++turn) {
@@ -245,18 +244,21 @@ __global__ void __launch_bounds__(kStreamThreads)
   if constexpr (Shape::kExact) empty_into_sums(rests);
 
   // The warps' sums side by side in shared memory: [warp][token][expert].
-  float* partials = reinterpret_cast<float*>(stream_memory) + warp * Shape::kPartials;
+  float4* partials = stream_memory + Shape::kPartialsAt / int{sizeof(float4)};
 #pragma unroll
   for (int t = 0; t < TokenTiles; ++t) {
-    float* to = partials + (8 * t + 2 * quad) * Shape::kRow + group;
+    float* to = reinterpret_cast<float*>(partials) + warp * Shape::kPartials +
+                (8 * t + 2 * quad) * Shape::kRow + group;
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[(i % 2) * Shape::kRow + (i / 2) * 8] = sums[t][i];
   }
   __syncthreads();
+  const int unit = static_cast<int>(threadIdx.x);
+  if (unit >= Shape::kUnits) return;
 
   const auto add_warps = [&](int unit) {
     const float4* from =
-        stream_memory + unit / Shape::kUnitsOfRow * (Shape::kRow / 4) + unit % Shape::kUnitsOfRow;
+        partials + unit / Shape::kUnitsOfRow * (Shape::kRow / 4) + unit % Shape::kUnitsOfRow;
     float4 sum = from[0];
 #pragma unroll
     for (int i = 1; i < kStreamWarps; ++i) sum = add(sum, from[i * Shape::kPartials / 4]);
@@ -267,27 +269,22 @@ __global__ void __launch_bounds__(kStreamThreads)
     if (token >= p.tokens) return;
     write_logits(logits, p, token, expert0 + unit % Shape::kUnitsOfRow * 4, sum);
   };
-  const int unit = static_cast<int>(threadIdx.x);
   if (cluster_log2 == 0) {
-    if (unit < Shape::kUnits) write(unit, add_warps(unit));
+    write(unit, add_warps(unit));
     return;
   }
   // Each CTA owns a slice of the tile and is sent everybody's sums of it: [sender][unit].
   constexpr int kUnitsLog2 = log2_of(Shape::kUnits);
   const int slice_log2 = kUnitsLog2 - cluster_log2;
-  cluster_wait();
-  if (unit < Shape::kUnits) {
-    const auto owner = static_cast<uint32_t>(unit >> slice_log2);
-    const int place = (rank << slice_log2) + (unit & ((1 << slice_log2) - 1));
-    send(address_in_cluster(memory + Shape::kReceivedAt + place * int{sizeof(float4)}, owner),
-         add_warps(unit), address_in_cluster(memory + Shape::kBarrierAt, owner));
-  }
+  const auto owner = static_cast<uint32_t>(unit >> slice_log2);
+  const int place = (rank << slice_log2) + (unit & ((1 << slice_log2) - 1));
+  send(address_in_cluster(memory + Shape::kReceivedAt + place * int{sizeof(float4)}, owner),
+       add_warps(unit), address_in_cluster(memory + Shape::kBarrierAt, owner));
+  if (unit >= 1 << slice_log2) return;
   wait_for_cluster(memory + Shape::kBarrierAt, 0);
-  if (unit < 1 << slice_log2) {
-    const float4 sum = add_senders(memory + Shape::kReceivedAt + unit * int{sizeof(float4)},
-                                   int{sizeof(float4)} << slice_log2, cluster_log2);
-    write((rank << slice_log2) + unit, sum);
-  }
+  const float4 sum = add_senders(memory + Shape::kReceivedAt + unit * int{sizeof(float4)},
+                                 int{sizeof(float4)} << slice_log2, cluster_log2);
+  write((rank << slice_log2) + unit, sum);
 }
 
 }  // namespace jax_hpc::router_gemm

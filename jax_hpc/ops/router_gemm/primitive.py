@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jax_hpc._primitive import Fold, Kernel, Operator
 from jax_hpc.ops.router_gemm import heuristics, reference, xla
-from jax_hpc.ops.router_gemm.signature import Operands, Params, shape_rule
+from jax_hpc.ops.router_gemm.signature import shape_rule
 from jax_hpc.ops.router_gemm.weights import SplitWeight
 
 _LARGEST_EXTENT = 2**31 - 2**10
@@ -32,18 +32,12 @@ def unsupported(x: jax.Array, weight: SplitWeight) -> str | None:
     return None
 
 
-def _preferred(operands: Operands, params: Params) -> bool:
-    del params
-    (tokens, hidden), experts = operands.x.shape, operands.weight.parts.shape[1]
-    return heuristics.prefers_kernel(tokens=tokens, hidden=hidden, experts=experts)
-
-
 KERNEL = Kernel(
     target="jax_hpc.router_gemm.v1",
     unsupported=lambda operands, params: unsupported(operands.x, operands.weight),
     attributes=lambda operands, params: {},
     inputs=lambda operands: (operands.x, operands.weight.parts),
-    preferred=_preferred,
+    preferred=lambda operands, params: heuristics.prefers_kernel(tokens=operands.x.shape[0]),
 )
 
 OPERATOR = Operator(
