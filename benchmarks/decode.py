@@ -49,7 +49,7 @@ def workload(op: str, case: Case, impl: str) -> Workload:
     def call(operands: Any, state: Any) -> tuple[Any, Any]:
         arrays, schedule, scales = operands
         given = schedule if impl == "cuda" else None
-        return decode_attention(*arrays, given, **scales, **OPTIONS[impl]), state
+        return decode_attention(*arrays, schedule=given, **scales, **OPTIONS[impl]), state
 
     return Workload(make, call, num_bytes(op, case))
 

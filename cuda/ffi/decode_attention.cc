@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <string>
 
 #include "decode_attention/launch.h"
 #include "decode_schedule/launch.h"

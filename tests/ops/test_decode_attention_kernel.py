@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from jax_hpc import _registry
+from jax_hpc.decode import DecodeState, make_decode_loop, params_of
 from jax_hpc.ops.decode_attention import decode_attention, decode_schedule, heuristics
 from jax_hpc.ops.decode_attention.heuristics import Cut
+from tests.support import tiny_models
 from tests.support.attention_truth import BF16, E4M3
 
 B, S, HQ, HKV, D, P, N, M = 3, 2, 12, 2, 64, 9, 16, 5
@@ -127,3 +129,26 @@ def test_no_kernel_says_why(args: Any, words: str) -> None:
     call = functools.partial(decode_attention, implementation="cuda")
     with pytest.raises(NotImplementedError, match=re.escape(words)):
         jax.eval_shape(call, *args)
+
+
+@pytest.mark.filterwarnings("ignore::jax_hpc.types.FallbackWarning")  # experts have no kernel yet
+@pytest.mark.parametrize("cache_dtype", [BF16, E4M3], ids=["bf16", "fp8"])
+def test_a_decode_step_makes_one_schedule_for_all_layers(cache_dtype: Any) -> None:
+    """In the loop's body, once each: the schedule, and an attention on it for every layer."""
+    layers = 3
+    model = tiny_models.qwen3_moe(
+        jnp.bfloat16, num_layers=layers, sparse_layers=(True,) * layers, head_dim=64
+    )
+    state = DecodeState.create(jnp.zeros((2, 4), jnp.int32), jnp.full(2, 64, jnp.int32))
+    cache = model.new_cache(8, 16, cache_dtype)
+    traced = make_decode_loop(model, 4).trace(params_of(model), cache, state)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"(%\S+) = stablehlo\.custom_call @jax_hpc\.(\w+)\.v1\((.*?)\)(.*)", text)
+    schedules = [call for call in calls if call[1] == "decode_schedule"]
+    attentions = [call for call in calls if call[1] == "decode_attention"]
+    assert (len(schedules), len(attentions)) == (1, layers)
+    spans = [f"{schedules[0][0].partition(':')[0]}#{i}" for i in range(3)]
+    for _, _, operands, rest in attentions:
+        given = attributes(rest)
+        assert given["has_schedule"] == "true" and given["num_ctas"] == "264"
+        assert operands.split(", ")[5:8] == spans
