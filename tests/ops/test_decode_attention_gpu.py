@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_hpc import fp8
+from jax_hpc import fp8, profiling
+from jax_hpc.decode import DecodeState, make_decode_loop, params_of
 from jax_hpc.ops.decode_attention import decode_attention, decode_schedule
 from jax_hpc.ops.decode_attention.schedule import reference
 from jax_hpc.ops.decode_attention.schedule.signature import Operands, Params
+from tests.support import tiny_models
 from tests.support.attention_truth import BF16, E4M3, Problem, make_problem
 from tests.support.decode_calls import schedule_for
 from tests.support.numerics import assert_bitwise, assert_close, cosine
@@ -283,3 +285,19 @@ def test_in_a_loop_as_eagerly(small: Any) -> None:
     outs = loop(lens)
     for i in range(5):
         assert_bitwise(outs[i], step(i, lens))
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["bf16", "fp8"])
+def test_the_decode_loop_of_a_model_runs_it_on_the_cache_itself(dtype: Any) -> None:
+    """One schedule for both layers, no copy of a cache, no host."""
+    model = tiny_models.qwen3_moe(jnp.bfloat16, head_dim=64)
+    table = jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
+    state = DecodeState.create(table, jnp.full(2, 64, jnp.int32))
+    cache = model.new_cache(4096, 16, dtype)
+    compiled = make_decode_loop(model, 4).lower(params_of(model), cache, state).compile()
+    text = compiled.as_text()
+    assert text.count('custom_call_target="jax_hpc.decode_schedule.v1"') == 1
+    assert text.count('custom_call_target="jax_hpc.decode_attention.v1"') == 2
+    assert profiling.cache_copies(compiled, jax.tree.leaves(cache)) == []
+    assert profiling.host_transfers(compiled) == []
+    assert profiling.loops_without_trip_count(compiled) == []
