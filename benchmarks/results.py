@@ -78,7 +78,7 @@ class Results:
 
 def sources_hash(operators: Sequence[str], root: Path = HERE.parent) -> str:
     """Hash of the files that an operator's speed depends on."""
-    places = [root / "cuda" / "common"]
+    places = [root / "cuda" / "common", *sorted((root / "cuda" / "ffi").glob("*.h"))]
     for operator in operators:
         places += [root / "cuda" / operator, root / "cuda" / "ffi" / f"{operator}.cc"]
         places.append(root / "jax_hpc" / "ops" / operator)

@@ -1,11 +1,11 @@
 """Op ``router``: router_gemm and route_topk on the routers of real models, and XLA beside them.
 
-``auto`` and ``cuda`` are router_gemm (``:3`` for three terms, ``:1`` for one). XLA's own forms are
-``xla``, the float32 product, ``xla-parts``, router_gemm's XLA form of a split weight of which no
-full one is kept, as SplitRouter keeps none, and ``bf16x3``, XLA's three-pass bf16 algorithm on the
-float32 weight; ``auto`` has the full weight too, ``auto-parts`` has not. ``router+topk`` is
-router_gemm and route_topk as two calls, ``router-topk`` is router_topk, which is both in one, and
-``topk`` is route_topk alone.
+``auto`` and ``cuda`` are router_gemm (``:3`` for three terms, ``:1`` for one) of a split weight of
+which no full one is kept, as SplitRouter keeps none; ``auto-full`` has it. XLA's own forms are
+``xla``, the float32 product, ``xla-parts``, router_gemm's XLA form without the full weight, and
+``bf16x3``, XLA's three-pass bf16 algorithm on the float32 weight. ``router+topk`` is router_gemm
+and route_topk as two calls, ``router-topk`` is router_topk, which is both in one, and ``topk`` is
+route_topk alone.
 """
 
 import functools
@@ -26,7 +26,7 @@ ROUTERS = {case.name: case for case in cases.CASES}
 TOPK = {case.name: case for case in topk_cases.CASES}
 TERMS = 2
 WITHOUT_TERMS = ("xla", "bf16x3", "topk")
-KEEPS_FULL = ("auto", "xla")
+KEEPS_FULL = ("auto-full", "xla")
 CHOICES = ("router_gemm", "route_topk")
 OPERATORS = {
     "topk": ("route_topk",),
@@ -152,7 +152,7 @@ def _one_call(shape: str, x: jax.Array, weight: Any, bias: jax.Array) -> Any:
 
 CALLS = {
     "auto": functools.partial(_product, "auto"),
-    "auto-parts": functools.partial(_product, "auto"),
+    "auto-full": functools.partial(_product, "auto"),
     "cuda": functools.partial(_product, "cuda"),
     "xla": _float32,
     "xla-parts": functools.partial(_product, "xla"),
@@ -161,7 +161,7 @@ CALLS = {
     "router-topk": _one_call,
     "topk": _topk,
 }
-OURS = ("auto", "auto-parts", "cuda")
+OURS = ("auto", "auto-full", "cuda")
 XLA_FORMS = ("xla", "xla-parts", "bf16x3")
 ROUTINGS = ("router+topk", "router-topk", "topk")
 OTHER_TERMS = [f"{impl}:{terms}" for impl in ("auto", "cuda", *ROUTINGS[:2]) for terms in (1, 3)]
@@ -173,7 +173,7 @@ BENCHMARK = Benchmark(
     cases=[{"shape": case.name, "m": m} for case in cases.CASES for m in cases.TOKENS],
     impls=(*OURS, *XLA_FORMS, *ROUTINGS, *OTHER_TERMS),
     default=(
-        *("auto", "auto-parts@*/1", "cuda", "cuda:3@*/64|*/4096"),
+        *("auto", "auto-full@*/1", "cuda", "cuda:3@*/64|*/4096"),
         *("xla", "xla-parts@*/1", "bf16x3"),
         *(impl + FEW_AND_MANY for impl in ROUTINGS),
     ),

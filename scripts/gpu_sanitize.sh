@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs compute-sanitizer's tools over programs of `make kernel-tests`, their small checks:
+# Runs compute-sanitizer's tools over the checks of programs of `make kernel-tests`: memcheck over
+# all of them, the slower tools over the small ones.
 #   scripts/gpu_sanitize.sh PROGRAM...
 # TOOLS names others than all four, SECONDS_EACH how long one may take (a tool that hangs has found
 # nothing). The last lines say how each ended; the exit status is 1 unless all passed.
@@ -20,8 +21,10 @@ for program in "$@"; do
   for tool in $tools; do
     echo "== $tool $program"
     start=$SECONDS
+    checks=(check)
+    if [[ $tool != memcheck ]]; then checks+=(small); fi
     timeout --kill-after=10 "$limit" \
-      compute-sanitizer --tool "$tool" --error-exitcode 3 "$program" check small >"$log" 2>&1
+      compute-sanitizer --tool "$tool" --error-exitcode 3 "$program" "${checks[@]}" >"$log" 2>&1
     status=$?
     tail -n 20 "$log"
     case $status in

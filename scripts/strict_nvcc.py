@@ -11,17 +11,21 @@ import re
 import subprocess
 import sys
 
-ADVICE = re.compile(r"\(C751\d\)")
+ADVICE = re.compile(rb"\(C751\d\)")
 
 
 def main(command: list[str]) -> int:
-    done = subprocess.run(command, stderr=subprocess.PIPE)
-    sys.stderr.buffer.write(done.stderr)
-    lines = done.stderr.decode(errors="replace").splitlines()
-    if done.returncode == 0 and any(ADVICE.search(line) for line in lines):
+    serialised = False
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as compiler:
+        assert compiler.stderr is not None
+        for line in compiler.stderr:
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+            serialised |= ADVICE.search(line) is not None
+    if compiler.returncode == 0 and serialised:
         print("error: ptxas serialises warpgroup products, see above", file=sys.stderr)
         return 1
-    return done.returncode
+    return compiler.returncode
 
 
 if __name__ == "__main__":

@@ -107,8 +107,8 @@ def test_who_has_the_full_weight():
         (_, weight, _), _ = jax.eval_shape(workload.make, jax.random.key(0))
         return weight.full is not None
 
-    assert full("auto") and full("xla") and full("bf16x3")
-    assert not any(map(full, ("auto-parts", "cuda", "xla-parts", "router-topk")))
+    assert full("auto-full") and full("xla") and full("bf16x3")
+    assert not any(map(full, ("auto", "cuda", "xla-parts", "router-topk")))
 
 
 # Results and the runner.
@@ -130,11 +130,14 @@ def test_sources_hash(tmp_path):
     assert digest() == before
     kernel.write_text("two")
     assert digest() != before
+    before = digest()
+    (tmp_path / "cuda" / "ffi" / "status.h").write_text("every handler includes it")
+    assert digest() != before
 
 
 def test_a_row_goes_stale_with_its_own_operators():
     operators = {impl: BENCHMARK.operators(impl) for impl in BENCHMARK.impls}
-    for impl in ("auto", "auto-parts", "cuda:3", "xla", "xla-parts", "bf16x3"):
+    for impl in ("auto", "auto-full", "cuda:3", "xla", "xla-parts", "bf16x3"):
         assert operators[impl] == ("router_gemm",)
     assert operators["topk"] == ("route_topk",)
     assert operators["router+topk:3"] == ("router_gemm", "route_topk")

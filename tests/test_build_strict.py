@@ -1,5 +1,8 @@
 """The build stops where ptxas serialises warpgroup products."""
 
+import importlib.util
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+# Programs of the Python that runs the tests first: cmake and ninja are packages of the build.
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 STRICT = [sys.executable, str(ROOT / "scripts" / "strict_nvcc.py")]
 
 # A loop of products as our kernels run it; with TOUCHED, a product's registers change before its
@@ -76,7 +81,56 @@ def test_status(said: str, status: int, want: int) -> None:
     assert said in done.stderr
 
 
-def test_the_kernels_are_built_with_it() -> None:
-    """CMake compiles every kernel through the check where warnings are errors, as make asks."""
-    assert "CUDA_COMPILER_LAUNCHER" in (ROOT / "CMakeLists.txt").read_text()
-    assert "-C cmake.define.JAX_HPC_WERROR=ON" in (ROOT / "Makefile").read_text()
+def test_messages_are_passed_on_as_they_come() -> None:
+    program = "import sys; print('first', file=sys.stderr, flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [*STRICT, sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        assert running.stderr is not None and running.stdin is not None
+        assert running.stderr.readline() == "first\n"  # the program has not ended
+        running.stdin.close()
+    assert running.returncode == 0
+
+
+def configured(folder: Path, *options: str) -> list[str]:
+    """The commands that compile the kernels, of a tree that CMake has just configured."""
+    missing = [
+        name for name in ("cmake", "ninja", "nvcc") if shutil.which(name, path=PATH) is None
+    ]
+    if missing or importlib.util.find_spec("nanobind") is None:
+        pytest.skip(f"needs cmake, ninja, nvcc and nanobind; not on PATH: {missing}")
+    import nanobind
+
+    environment = os.environ | {"PATH": PATH}
+    command = ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *options]
+    command += ["-DSKBUILD_PROJECT_VERSION=0", f"-DPython_EXECUTABLE={sys.executable}"]
+    command += [f"-Dnanobind_DIR={nanobind.cmake_dir()}"]
+    for run in (command, ["ninja", "-C", str(folder), "-t", "commands", "jax_hpc_kernels"]):
+        done = subprocess.run(run, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+    commands = [line for line in done.stdout.splitlines() if re.search(r"\.cu(\s|$)", line)]
+    assert len(commands) >= len(list((ROOT / "cuda").glob("r*/*.cu"))) > 0, done.stdout
+    return commands
+
+
+def test_every_kernel_is_compiled_through_it(tmp_path: Path) -> None:
+    """Where warnings are errors, and only there."""
+    strict = configured(tmp_path / "strict", "-DJAX_HPC_WERROR=ON")
+    assert not [line for line in strict if not re.search(r"strict_nvcc\.py \S*nvcc ", line)]
+    assert not [line for line in strict if "--Werror=all-warnings" not in line]
+    plain = configured(tmp_path / "plain")
+    assert not [line for line in plain if "strict_nvcc.py" in line or "Werror" in line]
+
+
+@pytest.mark.parametrize("target", ["wheel", "install", "kernel-tests"])
+def test_make_asks_for_it(target: str) -> None:
+    """In the commands that it would run for a build; the option is scikit-build's or CMake's."""
+    if shutil.which("make") is None:
+        pytest.skip("no make on PATH")
+    command = ["make", "--dry-run", "--always-make", "-C", str(ROOT), target]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"(-D|-C cmake\.define\.)JAX_HPC_WERROR=ON\b", done.stdout), done.stdout

@@ -13,19 +13,30 @@ from jax_hpc import _registry
 
 # Kernel -> instructions that its code must hold: without them it is correct and slow.
 EXPECTED = {
-    # wgmma, the copy engine, mbarriers, stores to the cluster
-    "tiled_kernel": ("HGMMA", "UTMALDG", "SYNCS", "STAS"),
-    "stream_kernel": ("HMMA.16816.F32.BF16", "SYNCS", "STAS"),
+    # wgmma, the copy engine, mbarriers, stores to the cluster, leave to start for the next kernel
+    "tiled_kernel": ("HGMMA", "UTMALDG", "SYNCS", "STAS", "PREEXIT"),
+    "stream_kernel": ("HMMA.16816.F32.BF16", "SYNCS", "STAS", "PREEXIT"),
     "topk_register_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),  # overlap, warp-wide integers
     "topk_shared_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),
     # bf16 and f16 products from swizzled tiles that the copy engine brings.
     "attention_kernel": ("HMMA.16816.F32", "LDSM.16.MT88.4", "MOVM.16.MT88", "UTMALDG.4D"),
-    "combine_kernel": ("ACQBULK",),
+    "combine_kernel": ("ACQBULK",),  # overlap
     "schedule_kernel": ("ACQBULK",),
     "probe_kernel": (),
 }
-# ptxas keeps a few uniform values on the stack outside the loops; an array there is a fault.
-MOST_STACK_BYTES = 16
+# Kernel, of some template arguments (as mangled) -> what these instances need as well.
+EXPECTED_OF_INSTANCES = {
+    ("tiled_kernel", "ELi128EE"): ("USETMAXREG",),  # 128 tokens: registers change hands
+    # Rows that are 16-byte aligned are read by asynchronous copies.
+    ("stream_kernel", "Lb1E"): ("LDGSTS",),
+}
+# What none of a kernel's code may hold: a fence of all memory costs as much as these kernels gain.
+FORBIDDEN = {"tiled_kernel": ("MEMBAR",), "stream_kernel": ("MEMBAR",)}
+# Bytes of stack that an instance may have, where ptxas runs out of registers for a few values.
+STACK = {
+    # Sums of 128 dimensions and 16 rows a warp, three warps a quarter of an SM: 168 registers.
+    ("attention_kernel", "Fp8CacheELi128ELi2EE"): 16,
+}
 
 
 def tools() -> str:
@@ -68,19 +79,32 @@ def test_every_kernel_has_its_instructions(library: str) -> None:
     parts = re.split(r"Function : (\S+)", dump(library, "-sass"))
     code = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert {kernel_of(symbol) for symbol in code} == set(EXPECTED)
+    seen = set()
     for symbol, text in code.items():
-        missing = [op for op in EXPECTED[kernel_of(symbol)] if op not in text]
-        # Rows that are not 16-byte aligned are read without asynchronous copies.
-        if kernel_of(symbol) == "stream_kernel" and "Lb1E" in symbol and "LDGSTS" not in text:
-            missing.append("LDGSTS")
+        kernel, needed = kernel_of(symbol), list(EXPECTED[kernel_of(symbol)])
+        for instance, more in EXPECTED_OF_INSTANCES.items():
+            if instance[0] == kernel and instance[1] in symbol:
+                seen.add(instance)
+                needed += more
+        missing = [op for op in needed if op not in text]
         assert not missing, f"{symbol} lacks {missing}"
+        found = [op for op in FORBIDDEN.get(kernel, ()) if op in text]
+        assert not found, f"{symbol} holds {found}"
+    assert seen == set(EXPECTED_OF_INSTANCES), "an instance's name is spelled otherwise"
 
 
 def test_nothing_is_spilled(library: str) -> None:
     usage = dump(library, "-res-usage")
     found = re.findall(r"Function (\S+?):\s*\n.*?STACK:(\d+)", usage)
     assert len(found) >= len(EXPECTED)
-    spilled = {symbol: int(size) for symbol, size in found if int(size) > MOST_STACK_BYTES}
+    allowed = {
+        symbol: size
+        for symbol, _ in found
+        for (kernel, instance), size in STACK.items()
+        if kernel_of(symbol) == kernel and instance in symbol
+    }
+    assert len(allowed) == len(STACK), "an instance's name is spelled otherwise"
+    spilled = {symbol: int(size) for symbol, size in found if int(size) > allowed.get(symbol, 0)}
     assert not spilled, spilled
 
 

@@ -10,6 +10,11 @@ constexpr int kWarpgroup = 128;
 constexpr int kPortableCluster = 8;
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int log2_of(int power_of_two) {
+  int log2 = 0;
+  while (1 << log2 < power_of_two) ++log2;
+  return log2;
+}
 
 struct LaunchShape {
   dim3 grid;

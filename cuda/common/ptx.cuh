@@ -38,6 +38,12 @@ __device__ __forceinline__ void leave_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
 }
 
+// Waits for Count threads of this CTA at one of its barriers 1 to 15; 0 is __syncthreads.
+template <int Count>
+__device__ __forceinline__ void sync_threads(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(Count) : "memory");
+}
+
 // Programmatic dependent launch (LaunchShape::overlaps_previous). A kernel launched so waits before
 // it touches any buffer that an earlier kernel may use, on every path.
 
@@ -109,10 +115,6 @@ __device__ __forceinline__ void wait_copies() {
 
 // Tiles from global to shared memory by the copy engine; bytes count on the barrier.
 
-__device__ __forceinline__ void prefetch_descriptor(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 __device__ __forceinline__ void copy_tile(SharedAddress to, const CUtensorMap* map,
                                           SharedAddress barrier, int x, int y) {
   asm volatile(
@@ -154,12 +156,6 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t swizzled_tile) {
   constexpr uint64_t kGroupBytes = 1024 >> 4;
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   return kSwizzle128 | (kGroupBytes << 32) | swizzled_tile;
-}
-
-// Waits for Count threads of this CTA at one of its barriers 1 to 15; 0 is __syncthreads.
-template <int Count>
-__device__ __forceinline__ void sync_threads(int barrier) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(Count) : "memory");
 }
 
 // Clusters: CTAs that run together and reach each other's shared memory.

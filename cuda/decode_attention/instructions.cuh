@@ -94,6 +94,10 @@ __device__ __forceinline__ float power_of_2(float x) {
   return result;
 }
 
+__device__ __forceinline__ void prefetch_descriptor(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // A tile of an array of rank 4 by the copy engine.
 __device__ __forceinline__ void copy_tile(SharedAddress to, const CUtensorMap* map,
                                           SharedAddress barrier, int x, int y, int z, int w) {

@@ -6,15 +6,18 @@ namespace topk = jax_hpc::route_topk;
 
 namespace {
 
-using Logits = ffi::Buffer<ffi::F32, 2>;
+using Logits = ffi::BufferR2<ffi::F32>;
 
 ffi::Error run(cudaStream_t stream, Logits logits, std::optional<topk::Bias> bias,
                ffi::Result<topk::Ids> ids, ffi::Result<topk::Weights> weights,
                ffi::Result<topk::IdentityWeight> identity_weight, topk::Options options) {
-  const auto tokens = logits.dimensions()[0];
-  const auto experts = logits.dimensions()[1];
-  return topk::run("route_topk", stream, options, tokens, experts, logits.typed_data(), bias, ids,
-                   weights, identity_weight, false);
+  const topk::Buffers buffers{bias, ids, weights, identity_weight};
+  topk::Problem problem{};
+  ffi::Error wrong = topk::check("route_topk", logits.dimensions()[0], logits.dimensions()[1],
+                                 options, buffers, &problem);
+  if (wrong.failure()) return wrong;
+  return jax_hpc::to_error("route_topk",
+                           topk::run(problem, logits.typed_data(), buffers, false, stream));
 }
 
 }  // namespace

@@ -24,33 +24,44 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_hpc::route_topk::Options, StructMemb
 
 namespace jax_hpc::route_topk {
 
-using Bias = xla::ffi::Buffer<xla::ffi::F32, 1>;
-using Ids = xla::ffi::Buffer<xla::ffi::S32, 2>;
-using Weights = xla::ffi::Buffer<xla::ffi::F32, 2>;
-using IdentityWeight = xla::ffi::Buffer<xla::ffi::F32, 1>;
+using Bias = xla::ffi::BufferR1<xla::ffi::F32>;
+using Ids = xla::ffi::BufferR2<xla::ffi::S32>;
+using Weights = xla::ffi::BufferR2<xla::ffi::F32>;
+using IdentityWeight = xla::ffi::BufferR1<xla::ffi::F32>;
 
-// Chooses experts by logits [tokens, experts] on the device.
-inline xla::ffi::Error run(const char* operator_name, cudaStream_t stream, const Options& options,
-                           int64_t tokens, int64_t experts, const float* logits,
-                           std::optional<Bias> bias, xla::ffi::Result<Ids> ids,
-                           xla::ffi::Result<Weights> weights,
-                           xla::ffi::Result<IdentityWeight> identity_weight,
-                           bool overlaps_previous) {
-  const bool fits = ids->dimensions()[0] == tokens && ids->dimensions()[1] == options.k &&
-                    weights->dimensions()[0] == tokens && weights->dimensions()[1] == options.k &&
-                    identity_weight->dimensions()[0] == tokens &&
-                    (!bias.has_value() || bias->dimensions()[0] == experts) && options.k <= experts;
+struct Buffers {
+  std::optional<Bias> bias;
+  xla::ffi::Result<Ids> ids;
+  xla::ffi::Result<Weights> weights;
+  xla::ffi::Result<IdentityWeight> identity_weight;
+};
+
+// Checks the buffers of a choice among logits [tokens, experts] and describes it.
+inline xla::ffi::Error check(const char* operator_name, int64_t tokens, int64_t experts,
+                             const Options& options, const Buffers& b, Problem* problem) {
+  const auto is_token_matrix = [&](xla::ffi::AnyBuffer::Dimensions dims) {
+    return dims[0] == tokens && dims[1] == options.k;
+  };
+  const bool fits =
+      is_token_matrix(b.ids->dimensions()) && is_token_matrix(b.weights->dimensions()) &&
+      b.identity_weight->dimensions()[0] == tokens &&
+      (!b.bias.has_value() || b.bias->dimensions()[0] == experts) && options.k <= experts;
   if (!fits) {
     return xla::ffi::Error::InvalidArgument(
         std::string(operator_name) +
         ": shapes must be logits [T, E], bias [E], ids [T, K], weights [T, K], identity_weight "
         "[T]");
   }
-  const Problem problem{static_cast<int>(tokens), static_cast<int>(experts), options};
-  const Arrays arrays{logits, bias.has_value() ? bias->typed_data() : nullptr, ids->typed_data(),
-                      weights->typed_data(), identity_weight->typed_data()};
-  return to_error(operator_name,
-                  launch(problem, choose(problem), arrays, overlaps_previous, stream));
+  *problem = {static_cast<int>(tokens), static_cast<int>(experts), options};
+  return xla::ffi::Error::Success();
+}
+
+inline cudaError_t run(const Problem& problem, const float* logits, Buffers b,
+                       bool overlaps_previous, cudaStream_t stream) {
+  const Arrays arrays{logits, b.bias.has_value() ? b.bias->typed_data() : nullptr,
+                      b.ids->typed_data(), b.weights->typed_data(),
+                      b.identity_weight->typed_data()};
+  return launch(problem, choose(problem), arrays, overlaps_previous, stream);
 }
 
 }  // namespace jax_hpc::route_topk

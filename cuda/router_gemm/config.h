@@ -15,6 +15,9 @@ struct Problem {
   int terms;  // 1 to 3
 };
 
+// Whether rows are 16-byte aligned, as the copy engine needs them.
+constexpr bool has_aligned_rows(const Problem& p) { return p.hidden % 8 == 0; }
+
 // The stream kernel's lanes each copy what they multiply themselves: up to 8 tokens, and rows that
 // are not 16-byte aligned. The tiled kernel's warpgroups share tiles that the copy engine brings.
 enum class Kernel { kStream, kTiled };

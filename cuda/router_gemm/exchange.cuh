@@ -8,12 +8,6 @@
 
 namespace jax_hpc::router_gemm {
 
-__host__ __device__ constexpr int log2_of(int power_of_two) {
-  int log2 = 0;
-  while (1 << log2 < power_of_two) ++log2;
-  return log2;
-}
-
 __device__ __forceinline__ float4 add(float4 a, float4 b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }

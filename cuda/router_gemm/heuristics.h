@@ -16,16 +16,29 @@ inline int resident_ctas(int cluster, int num_sms) {
   return std::max(1, cluster > 2 ? num_sms * 9 / 10 : num_sms);
 }
 
+// Three terms keep their bound where a CTA adds up no more hidden values than these; float32 sums
+// of long rows lose more.
+constexpr int kLongestExact = 6144;
+
+// CTAs that must share the hidden axis: a power of two.
+inline int least_cluster(const Problem& p) {
+  int cluster = 1;
+  while (p.terms == 3 && cluster < kPortableCluster && p.hidden > cluster * kLongestExact) {
+    cluster *= 2;
+  }
+  return cluster;
+}
+
 // Tiles of the stream kernel: the largest cluster whose CTAs each get a piece and all run at once.
 //   H, E = 4096, 128: T = 8: 2.9    4096, 192: 3.2    3072, 384: 3.6    6144, 768: 7.2
 inline Config choose_stream(const Problem& p, int num_sms) {
   constexpr int kExperts = 16;
   constexpr int kPieceHidden = 256;  // a step of each warp
-  const int token_tile = p.hidden % 8 == 0 ? 8 : 16;
-  const int tiles = ceil_div(p.experts, kExperts) * ceil_div(p.tokens, token_tile);
+  const int token_tile = has_aligned_rows(p) ? 8 : 16;
+  const int64_t tiles = int64_t{ceil_div(p.experts, kExperts)} * ceil_div(p.tokens, token_tile);
   int cluster = kPortableCluster;
-  while (cluster > 1 && (cluster > ceil_div(p.hidden, kPieceHidden) ||
-                         int64_t{tiles} * cluster > resident_ctas(cluster, num_sms))) {
+  while (cluster > least_cluster(p) && (cluster > ceil_div(p.hidden, kPieceHidden) ||
+                                        tiles * cluster > resident_ctas(cluster, num_sms))) {
     cluster /= 2;
   }
   return {Kernel::kStream, token_tile, kExperts, cluster};
@@ -47,8 +60,9 @@ inline Config choose_tiled(const Problem& p, int num_sms) {
     // Of 64 hidden values. The ring of three terms of 96 experts is one stage short.
     double tile_cost = tokens == 64 ? 58 + rows : 2.3 * rows;
     if (experts == 96 && p.terms == 3) tile_cost *= 1.15;
-    for (int log2 = 0; 1 << log2 <= kPortableCluster && 1 << log2 <= pieces; ++log2) {
-      const int cluster = 1 << log2;
+    for (int cluster = least_cluster(p); cluster <= kPortableCluster; cluster *= 2) {
+      if (cluster > pieces) break;
+      const int log2 = log2_of(cluster);
       const int64_t ctas =
           int64_t{ceil_div(p.tokens, tokens)} * ceil_div(p.experts, experts) * cluster;
       const int resident = resident_ctas(cluster, num_sms);
@@ -71,7 +85,7 @@ inline Config choose_tiled(const Problem& p, int num_sms) {
 
 inline Config choose(const Problem& p, int num_sms) {
   constexpr int kFew = 8;
-  const bool streams = p.hidden % 8 != 0 || p.tokens <= kFew;
+  const bool streams = !has_aligned_rows(p) || p.tokens <= kFew;
   return streams ? choose_stream(p, num_sms) : choose_tiled(p, num_sms);
 }
 

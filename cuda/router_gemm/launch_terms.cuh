@@ -72,7 +72,7 @@ cudaError_t launch_tiled(const Problem& p, const Config& config, const Arrays& a
 template <int Terms>
 cudaError_t launch_terms(const Problem& problem, const Config& config, const Arrays& arrays,
                          cudaStream_t stream) {
-  const bool aligned = problem.hidden % kLaneHidden == 0;
+  const bool aligned = has_aligned_rows(problem);
   if (config.kernel == Kernel::kStream) {
     if (config.expert_tile != kStreamExperts) return cudaErrorInvalidValue;
     if (aligned && config.token_tile == 8) {

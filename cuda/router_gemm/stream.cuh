@@ -14,10 +14,11 @@ namespace jax_hpc::router_gemm {
 
 constexpr int kStreamWarps = 8;
 constexpr int kStreamThreads = kStreamWarps * kWarpSize;
-constexpr int kStreamExperts =
-    16;                          // of a CTA: the rows of mma.m16n8k16, whose columns are 8 tokens
-constexpr int kStepHidden = 32;  // hidden values of one step of a warp: 8 in each lane of a quad
-constexpr int kLaneHidden = 8;   // 16 bytes
+// Experts of a CTA: the rows of mma.m16n8k16, whose columns are 8 tokens.
+constexpr int kStreamExperts = 16;
+// Hidden values of one step of a warp, and of one lane of a quad in it: 16 bytes.
+constexpr int kStepHidden = 32;
+constexpr int kLaneHidden = 8;
 
 template <int Terms, int TokenTiles, bool Aligned>
 struct StreamShape {
@@ -33,12 +34,13 @@ struct StreamShape {
   static constexpr int kPartials = kTokens * kRow;
   static constexpr int kUnitsOfRow = kStreamExperts / 4;
   static constexpr int kUnits = kTokens * kUnitsOfRow;  // float4 units of the CTA's tile
-  // Terms below the first are scaled before the product and share its accumulator. Three terms
-  // claim more than the tensor cores' rounding towards zero allows: there the first term has an
-  // accumulator of its own. Accumulators are emptied into float32 sums after so many steps.
+  // Terms below the first are scaled before the product and share its accumulator, which is emptied
+  // into a float32 sum every 512 hidden values. Three terms claim more than the tensor cores'
+  // rounding towards zero allows: there the first term has an accumulator of its own, emptied every
+  // 64 into a sum of 512, and the totals are sums of those.
   static constexpr bool kExact = Terms == 3;
-  static constexpr int kStepsOfFirst = kExact ? 2 : 16;
-  static constexpr int kStepsOfRest = 16;
+  static constexpr int kStepsOfFirst = 2;
+  static constexpr int kStepsOfTotal = 16;
   // Shared memory: the ring, the warps' sums, what the cluster sends, its barrier.
   static constexpr int kPartialsAt = Aligned ? kStages * kStageBytes : 0;
   static constexpr int kPartialBytes = kStreamWarps * kPartials * int{sizeof(float)};
@@ -133,17 +135,27 @@ __global__ void __launch_bounds__(kStreamThreads)
     tokens += step_hidden;
   };
 
-  float sums[TokenTiles][4] = {};
+  float totals[TokenTiles][4] = {};
+  float sums[TokenTiles][4] = {};  // of three terms
   float firsts[TokenTiles][4] = {};
-  float rests[TokenTiles][4] = {};
-  const auto empty_into_sums = [&](float (&products)[TokenTiles][4]) {
+  float rests[TokenTiles][4] = {};  // of three terms
+  const auto move = [](float (&from)[TokenTiles][4], float (&to)[TokenTiles][4]) {
 #pragma unroll
     for (int t = 0; t < TokenTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        sums[t][i] += products[t][i];
-        products[t][i] = 0.0f;
+        to[t][i] += from[t][i];
+        from[t][i] = 0.0f;
       }
+    }
+  };
+  const auto move_to_totals = [&] {
+    if constexpr (Shape::kExact) {
+      move(firsts, sums);
+      move(rests, sums);
+      move(sums, totals);
+    } else {
+      move(firsts, totals);
     }
   };
   const auto multiply_step = [&](const Pairs(&v)[Shape::kVectors], int turn) {
@@ -164,10 +176,10 @@ __global__ void __launch_bounds__(kStreamThreads)
         multiply(into[t], low.z, high.z, low.w, high.w, b.z, b.w);
       }
     }
-    if (turn % Shape::kStepsOfFirst == Shape::kStepsOfFirst - 1) empty_into_sums(firsts);
-    if (Shape::kExact && turn % Shape::kStepsOfRest == Shape::kStepsOfRest - 1) {
-      empty_into_sums(rests);
+    if (Shape::kExact && turn % Shape::kStepsOfFirst == Shape::kStepsOfFirst - 1) {
+      move(firsts, sums);
     }
+    if (turn % Shape::kStepsOfTotal == Shape::kStepsOfTotal - 1) move_to_totals();
   };
 
   // Nothing may be sent to a CTA that has no barrier yet. The wait costs nothing while the first
@@ -240,8 +252,7 @@ __global__ void __launch_bounds__(kStreamThreads)
     }
   }
   let_next_kernel_start();
-  empty_into_sums(firsts);
-  if constexpr (Shape::kExact) empty_into_sums(rests);
+  move_to_totals();
 
   // The warps' sums side by side in shared memory: [warp][token][expert].
   float4* partials = stream_memory + Shape::kPartialsAt / int{sizeof(float4)};
@@ -250,7 +261,7 @@ __global__ void __launch_bounds__(kStreamThreads)
     float* to = reinterpret_cast<float*>(partials) + warp * Shape::kPartials +
                 (8 * t + 2 * quad) * Shape::kRow + group;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to[(i % 2) * Shape::kRow + (i / 2) * 8] = sums[t][i];
+    for (int i = 0; i < 4; ++i) to[(i % 2) * Shape::kRow + (i / 2) * 8] = totals[t][i];
   }
   __syncthreads();
   const int unit = static_cast<int>(threadIdx.x);

@@ -34,12 +34,14 @@ using jax_hpc::tests::normal;
 using jax_hpc::tests::require;
 using jax_hpc::tests::time_in_graph;
 
+// One term is meant for weights that are bf16 already.
 __global__ void fill_weights(__nv_bfloat16* parts, float* full, size_t size, int terms,
                              uint32_t seed, bool positive) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
        i += size_t{gridDim.x} * blockDim.x) {
     float rest = normal(i, seed) * 0.05f;
     if (positive) rest = fabsf(rest);
+    if (terms == 1) rest = __bfloat162float(__float2bfloat16(rest));
     full[i] = rest;
     for (int term = 0; term < terms; ++term) {
       parts[term * size + i] = __float2bfloat16(rest);
@@ -126,20 +128,21 @@ double worst_error(const Problem& p, const Config& config, bool positive, uint32
 }
 
 int check(bool small) {
-  // None of the sizes fills a tile; one hidden size is not 16-byte aligned. More than 512 hidden
-  // values go round every ring and are summed in two parts.
+  // None of the sizes fills a tile; one hidden size is not 16-byte aligned. 1736 hidden values are
+  // 28 tiles of 64: more than the 12 stages of the longest ring in clusters of 1 and 2. 7000 refill
+  // it in clusters of 8 too. Sums are emptied every 512.
   using Shapes = std::vector<std::array<int, 3>>;
-  const Shapes few = {{13, 520, 40}, {5, 123, 19}};
-  const Shapes all = {{1, 8, 1},      {13, 520, 70}, {67, 1000, 33},
-                      {130, 96, 257}, {5, 123, 19},  {70, 7000, 50}};
-  const double bounds[] = {std::ldexp(1, -8), std::ldexp(1, -16), std::ldexp(1, -21)};
+  const Shapes few = {{13, 1736, 40}, {5, 123, 19}};
+  const Shapes all = {{1, 8, 1},      {13, 1736, 70}, {67, 1000, 33},
+                      {130, 96, 257}, {5, 123, 19},   {70, 7000, 50}};
+  const double bounds[] = {std::ldexp(1, -16), std::ldexp(1, -16), std::ldexp(1, -21)};
   int failures = 0;
   int runs = 0;
   for (int terms = 1; terms <= 3; ++terms) {
     for (const auto& [tokens, hidden, experts] : small ? few : all) {
       const Problem problem{tokens, hidden, experts, terms};
       for (const Config& config : all_configs(problem)) {
-        if (small && config.cluster != 1 && config.cluster != 4) continue;
+        if (small && config.cluster == 4) continue;
         for (const bool positive : {false, true}) {
           if (small && positive) continue;
           const double error = worst_error(problem, config, positive, static_cast<uint32_t>(runs));

@@ -15,7 +15,8 @@ class SplitRouter(nnx.Module):
     """Float32-class router logits, then the choice of ``top_k`` experts for each token.
 
     parts: bf16 ``[terms, E, H]``, the split router weight (see ``split_router_weight``); one term
-        is exact for a checkpoint whose router is bf16, float32 routers take two or three.
+        is exact for a checkpoint whose router is bf16, float32 routers take two or three. No full
+        weight is kept: where there is no kernel, each call sums the parts.
     bias: float32 ``[E]`` for selection only, or None.
 
     Args:

@@ -229,6 +229,8 @@ def test_refuses_a_kernel_and_a_gradient() -> None:
     most = MOST_EXPERTS
     with pytest.raises(NotImplementedError, match=f"at most {most} experts, got {most + 1}"):
         jax.eval_shape(lambda x: route_topk(x, 2, implementation="cuda"), shape(1, most + 1))
+    with pytest.raises(NotImplementedError, match="T must be at most 2147482624, got 2147482625"):
+        jax.eval_shape(lambda x: route_topk(x, 2, implementation="cuda"), shape(2**31 - 1023, 4))
     with pytest.raises(NotImplementedError, match="route_topk cannot be differentiated"):
         jax.grad(lambda x: route_topk(x, 2).weights.sum())(jnp.zeros((1, 4)))
 

@@ -11,8 +11,7 @@ from jax_hpc.ops.router_gemm.cases import CASES
 from jax_hpc.ops.router_gemm.primitive import OPERATOR
 from jax_hpc.ops.router_gemm.signature import Operands, Params
 from tests.support.numerics import assert_bitwise, assert_close
-
-BOUNDS = {1: 2.0**-8, 2: 2.0**-16, 3: 2.0**-21}
+from tests.support.router_products import BOUNDS, MOST_HIDDEN_OF_THREE_TERMS, exact_weight
 
 
 def truth(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -31,6 +30,7 @@ def test_accuracy(
     w = rng.normal(0, 0.1, (33, 520)).astype(np.float32)
     if positive:
         x, w = np.abs(x), np.abs(w)
+    w = exact_weight(w, terms)
     weight = split_router_weight(jnp.asarray(w), terms, keep_full=implementation == "xla-full")
     want, magnitude = truth(x, w)
     if implementation == "reference":
@@ -141,21 +141,24 @@ def test_split_checks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "experts", "words"),
+    ("tokens", "hidden", "experts", "terms", "words"),
     [
-        (64 * 65535, 64, 8, None),
-        (64 * 65535 + 1, 64, 8, "T must be at most 4194240 where H is a multiple of 8, got"),
-        (16 * 65535, 63, 8, None),
-        (16 * 65535 + 1, 63, 8, "T must be at most 1048560 where H is no multiple of 8, got"),
-        (2**31, 8, 8, "T must be at most 2147482624, got 2147483648"),
-        (1, 2**31, 1, "H must be at most 2147482624, got 2147483648"),
-        (1, 8, 2**31, "E must be at most 2147482624, got 2147483648"),
+        (64 * 65535, 64, 8, 2, None),
+        (64 * 65535 + 1, 64, 8, 2, "T must be at most 4194240 where H is a multiple of 8, got"),
+        (16 * 65535, 63, 8, 2, None),
+        (16 * 65535 + 1, 63, 8, 2, "T must be at most 1048560 where H is no multiple of 8, got"),
+        (2**31, 8, 8, 2, "T must be at most 2147482624, got 2147483648"),
+        (1, 2**31, 1, 2, "H must be at most 2147482624, got 2147483648"),
+        (1, 8, 2**31, 2, "E must be at most 2147482624, got 2147483648"),
+        (8, MOST_HIDDEN_OF_THREE_TERMS, 8, 3, None),
+        (8, MOST_HIDDEN_OF_THREE_TERMS + 1, 8, 3, "H must be at most 49152 for three terms"),
+        (8, MOST_HIDDEN_OF_THREE_TERMS + 1, 8, 2, None),
     ],
 )
 def test_what_no_launch_can_do_has_no_kernel(
-    tokens: int, hidden: int, experts: int, words: str | None
+    tokens: int, hidden: int, experts: int, terms: int, words: str | None
 ) -> None:
     x = jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16)
-    weight = SplitWeight(jax.ShapeDtypeStruct((2, experts, hidden), jnp.bfloat16))
+    weight = SplitWeight(jax.ShapeDtypeStruct((terms, experts, hidden), jnp.bfloat16))
     reason = OPERATOR.why_no_kernel(Operands(x, weight), Params())
     assert (reason is None) if words is None else (reason or "").startswith(words), reason

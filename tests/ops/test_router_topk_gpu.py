@@ -64,10 +64,12 @@ def test_shapes(rng: np.random.Generator, shape: tuple[int, int, int], terms: in
     assert_same(cuda(x, weight, k, bias=bias), two_calls(x, weight, k, bias=bias))
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 300])
-def test_overlap_changes_no_bit(rng: np.random.Generator, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "hidden"), [(1, 1024), (16, 1024), (300, 1024), (4096, 1024), (70, 1023)]
+)
+def test_overlap_changes_no_bit(rng: np.random.Generator, tokens: int, hidden: int) -> None:
     """Eagerly and in a loop of graphs whose calls follow each other, over many inputs."""
-    x, weight, bias = operands(rng, tokens, 1024, 192)
+    x, weight, bias = operands(rng, tokens, hidden, 192)
     route = RouteParams(8, "sigmoid", True, 2.5, 0, 1, 1)
 
     def run(x: jax.Array, overlap: bool) -> RouteResult:
@@ -102,12 +104,18 @@ def test_vmap_and_empty_batches(rng: np.random.Generator) -> None:
     assert cuda(x[:0], weight, 3).ids.shape == (0, 3)
 
 
-def test_a_nan_row_stays_its_own(rng: np.random.Generator) -> None:
-    x, weight, _ = operands(rng, 9, 128, 48)
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("terms", [2, 3])
+@pytest.mark.parametrize("shape", [(9, 128, 48), (9, 123, 48), (3000, 520, 160)])
+def test_a_bad_row_stays_its_own(
+    rng: np.random.Generator, shape: tuple[int, int, int], terms: int, bad: float
+) -> None:
+    x, weight, _ = operands(rng, *shape, terms)
     want = cuda(x, weight, 4)
-    got = cuda(x.at[5, 100].set(jnp.nan), weight, 4)
-    np.testing.assert_array_equal(got.ids[5], np.arange(4))
-    np.testing.assert_array_equal(got.weights[5], np.zeros(4))
+    got = cuda(x.at[5, 100].set(bad), weight, 4)
+    if np.isnan(bad):
+        np.testing.assert_array_equal(got.ids[5], np.arange(4))
+        np.testing.assert_array_equal(got.weights[5], np.zeros(4))
     for a, b in zip(got, want, strict=True):
         assert_bitwise(np.delete(a, 5, 0), np.delete(b, 5, 0))
 

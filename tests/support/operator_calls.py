@@ -43,8 +43,10 @@ def _integers(values: Any) -> jax.Array:
     return jnp.asarray(values, jnp.int32)
 
 
-def _router_gemm(rng: np.random.Generator, tokens: int = 8, hidden: int = 32) -> Call:
-    weight = jax_hpc.split_router_weight(_array(rng, 16, hidden))
+def _router_gemm(
+    rng: np.random.Generator, tokens: int = 8, hidden: int = 32, experts: int = 16
+) -> Call:
+    weight = jax_hpc.split_router_weight(_array(rng, experts, hidden))
 
     def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
         return jax_hpc.router_gemm(x, rest, implementation=implementation)
@@ -60,8 +62,11 @@ def _route_topk(rng: np.random.Generator, experts: int = 16) -> Call:
     return Call("route_topk", run, logits, bias, P("t"), P(), P("t"))
 
 
-def _router_topk(rng: np.random.Generator, tokens: int = 8, hidden: int = 32) -> Call:
-    weight, bias = jax_hpc.split_router_weight(_array(rng, 16, hidden)), _array(rng, 16)
+def _router_topk(
+    rng: np.random.Generator, tokens: int = 8, hidden: int = 32, experts: int = 16
+) -> Call:
+    weight = jax_hpc.split_router_weight(_array(rng, experts, hidden))
+    bias = _array(rng, experts)
 
     def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
         weight, bias = rest
@@ -216,6 +221,20 @@ MAKERS = {
     "router_topk": _router_topk,
 }
 
+# Sizes of router products that take the product's kernels, clusters and tiles in turn.
+ROUTER_PATHS: dict[str, dict[str, int]] = {
+    "few tokens": {"tokens": 8, "hidden": 32, "experts": 16},
+    "few tokens, cluster": {"tokens": 8, "hidden": 4096, "experts": 192},
+    "64 tokens, cluster": {"tokens": 64, "hidden": 4096, "experts": 192},
+    "many tokens": {"tokens": 4096, "hidden": 512, "experts": 192},
+    "unaligned rows": {"tokens": 24, "hidden": 33, "experts": 16},
+}
+
+
+def _paths_of(make: Callable[..., Call], paths: dict[str, dict[str, int]]) -> dict[str, Any]:
+    return {path: functools.partial(make, **sizes) for path, sizes in paths.items()}
+
+
 # Operators whose kernels have several paths, each with its own call.
 _PATHS = {
     "decode_attention": {
@@ -225,19 +244,19 @@ _PATHS = {
         "four splits": functools.partial(_decode_attention_kernel, launches=2, num_splits=4),
         "uncut": functools.partial(_decode_attention_kernel, launches=1, num_splits=1),
     },
-    "route_topk": {
-        "few experts": _route_topk,
-        "many experts": functools.partial(_route_topk, experts=1500),
-    },
-    "router_gemm": {
-        "few tokens": _router_gemm,
-        "many tokens": functools.partial(_router_gemm, tokens=520, hidden=128),
-        "unaligned rows": functools.partial(_router_gemm, tokens=24, hidden=33),
-    },
-    "router_topk": {
-        "few tokens": _router_topk,
-        "many tokens": functools.partial(_router_topk, tokens=520, hidden=128),
-    },
+    "route_topk": _paths_of(
+        _route_topk,
+        {
+            "few experts": {"experts": 16},
+            "several warps a token": {"experts": 400},
+            "many experts": {"experts": 1500},
+        },
+    ),
+    "router_gemm": _paths_of(_router_gemm, ROUTER_PATHS),
+    "router_topk": _paths_of(
+        _router_topk,
+        ROUTER_PATHS | {"many experts": {"tokens": 8, "hidden": 32, "experts": 1500}},
+    ),
 }
 
 

@@ -11,6 +11,8 @@ from jax_hpc.ops.route_topk.signature import SCORINGS, Operands, Params, shape_r
 
 MOST_EXPERTS = 32768
 """More have no kernel: their scores do not fit into shared memory (kMostExperts in config.h)."""
+_MOST_TOKENS = 2**31 - 2**10
+"""The kernel counts in 32-bit integers and rounds up to whole CTAs."""
 
 
 def too_many_experts(experts: int) -> str | None:
@@ -22,7 +24,10 @@ def too_many_experts(experts: int) -> str | None:
 
 def _unsupported(operands: Operands, params: Params) -> str | None:
     del params
-    return too_many_experts(operands.logits.shape[1])
+    tokens, experts = operands.logits.shape
+    if tokens > _MOST_TOKENS:
+        return f"T must be at most {_MOST_TOKENS}, got {tokens}"
+    return too_many_experts(experts)
 
 
 def options(params: Params) -> dict[str, Any]:

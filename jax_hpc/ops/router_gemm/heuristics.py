@@ -1,4 +1,4 @@
-"""Which form of router_gemm is the faster one, as measured."""
+"""Where router_gemm's kernel is the faster form, as measured."""
 
 from typing import NamedTuple
 
@@ -9,29 +9,20 @@ class OneToken(NamedTuple):
     hidden: int
     experts: int
     kernel: float
-    xla_parts: float
-    xla_full: float
+    xla: float
 
 
 ONE_TOKEN = (
-    OneToken(4096, 128, kernel=3.02, xla_parts=2.47, xla_full=2.66),
-    OneToken(4096, 192, kernel=3.23, xla_parts=3.07, xla_full=3.17),
-    OneToken(3072, 384, kernel=3.65, xla_parts=2.87, xla_full=3.44),
-    OneToken(6144, 768, kernel=6.99, xla_parts=6.34, xla_full=7.05),
+    OneToken(4096, 128, kernel=3.02, xla=2.47),
+    OneToken(4096, 192, kernel=3.23, xla=3.07),
+    OneToken(3072, 384, kernel=3.65, xla=2.87),
+    OneToken(6144, 768, kernel=6.99, xla=6.34),
 )
-XLA_UP_TO_TOKENS = 1
-"""A matrix-vector product is one fused kernel to XLA, with nothing to exchange between CTAs; for
-more tokens it calls a matrix product: 7.0 us for 8 at H 4096, E 192, and the kernel takes 3.4."""
-PARTS_UP_TO_TERMS = 2
-"""Terms whose sum XLA forms in that fused kernel faster than it reads a float32 weight: so many
-bf16 parts are no more bytes."""
+"""A matrix-vector product is one fused kernel to XLA, with nothing to exchange between CTAs. For
+more tokens XLA calls a matrix product: 7.0 us for 8 at H 4096, E 192, and the kernel takes 3.4."""
+XLA_UP_TO_TOKENS = 1 if all(case.xla < case.kernel for case in ONE_TOKEN) else 0
 
 
 def prefers_kernel(*, tokens: int) -> bool:
     """Whether "auto" takes the kernel where there is one."""
     return tokens > XLA_UP_TO_TOKENS
-
-
-def prefers_parts(*, tokens: int, terms: int) -> bool:
-    """Whether XLA's form sums the parts though the full weight was kept."""
-    return tokens <= XLA_UP_TO_TOKENS and terms <= PARTS_UP_TO_TERMS

@@ -12,6 +12,8 @@ _LARGEST_EXTENT = 2**31 - 2**10
 """The kernel counts in 32-bit integers and rounds up to whole tiles."""
 _MOST_TOKEN_TILES = 2**16 - 1
 """Tiles of tokens lie along the second axis of a launch's grid, which CUDA limits."""
+_LONGEST_EXACT = 49152
+"""Hidden values up to which the sums of three terms keep their bound, in a cluster of 8 CTAs."""
 
 
 def unsupported(x: jax.Array, weight: SplitWeight) -> str | None:
@@ -22,6 +24,8 @@ def unsupported(x: jax.Array, weight: SplitWeight) -> str | None:
     for name, extent in (("T", tokens), ("H", hidden), ("E", experts)):
         if extent > _LARGEST_EXTENT:
             return f"{name} must be at most {_LARGEST_EXTENT}, got {extent}"
+    if weight.terms == 3 and hidden > _LONGEST_EXACT:
+        return f"H must be at most {_LONGEST_EXACT} for three terms, got {hidden}"
     # The smallest tiles of many tokens that cuda/router_gemm/heuristics.h chooses.
     tile = 64 if hidden % 8 == 0 else 16
     if tokens > tile * _MOST_TOKEN_TILES:

@@ -3,16 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from jax_hpc.ops.router_gemm.heuristics import prefers_parts
 from jax_hpc.ops.router_gemm.signature import Operands, Params, Results
 from jax_hpc.ops.router_gemm.weights import RESIDUAL_SCALE, SplitWeight
 
 
 def router_gemm(operands: Operands, params: Params) -> Results:
     del params
-    terms, tokens = operands.weight.terms, operands.x.shape[0]
-    full = None if prefers_parts(tokens=tokens, terms=terms) else operands.weight.full
-    weight = full if full is not None else _sum_of_parts(operands.weight)
+    weight = _full_weight(operands.weight)
     return Results(
         # HIGHEST, or the GPU multiplies in TF32 with errors near 1e-3.
         jnp.einsum(
@@ -24,7 +21,9 @@ def router_gemm(operands: Operands, params: Params) -> Results:
     )
 
 
-def _sum_of_parts(weight: SplitWeight) -> jax.Array:
+def _full_weight(weight: SplitWeight) -> jax.Array:
+    if weight.full is not None:
+        return weight.full
     parts = weight.parts.astype(jnp.float32)
     return sum(
         (parts[i] * RESIDUAL_SCALE**-i for i in reversed(range(weight.terms))),
