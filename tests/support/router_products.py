@@ -51,14 +51,16 @@ SHAPES = [
     (64, 49152, 64),
 ]
 
-# For three terms. Where there are many tiles, a cluster is small or one CTA sums the whole axis.
+# For three terms: most hidden values in a cluster of 8, and most in one CTA by itself.
 LONG_SHAPES = [
     (8192, 16384, 256),
     (64, 49152, 64),
     (8, 49152, 64),
-    (8, 49152, 1072),
     (20, 49151, 64),
     (1100, 49151, 32),
+    (4096, 6144, 768),
+    (8, 6144, 2112),
+    (1100, 6143, 32),
 ]
 
 
