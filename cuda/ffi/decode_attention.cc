@@ -183,6 +183,14 @@ ffi::Error run(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pages,
   if (!optional.fit() || p.fp8_query != options.has_q_scale) {
     return refuse("the optional operands, results or workspaces do not fit the attributes");
   }
+  const bool token_scales = p.k_scale == attention::ScaleKind::kToken;
+  const ffi::Error unaligned =
+      jax_hpc::check_aligned("decode_attention", {{"q", b.q},
+                                                  {"k_pages", b.k_pages},
+                                                  {"v_pages", b.v_pages},
+                                                  {"k_scale", token_scales ? b.k_scale : nullptr},
+                                                  {"out", b.out}});
+  if (unaligned.failure()) return unaligned;
   cudaError_t status = cudaSuccess;
   if (makes_schedule) {
     status = jax_hpc::decode_schedule::launch({p.batch, p.kv_heads, p.q_len, p.window, num_ctas},
