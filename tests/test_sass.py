@@ -16,7 +16,8 @@ EXPECTED = {
     # wgmma, the copy engine, mbarriers, stores to the cluster, leave to start for the next kernel
     "tiled_kernel": ("HGMMA", "UTMALDG", "SYNCS", "STAS", "PREEXIT"),
     "stream_kernel": ("HMMA.16816.F32.BF16", "SYNCS", "STAS", "PREEXIT"),
-    "topk_register_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),  # overlap, warp-wide integers
+    "topk_cta_kernel": ("ACQBULK", "REDUX.MIN", "ATOMS.INC"),  # overlap, warp-wide integers
+    "topk_warp_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),
     "topk_shared_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),
     # bf16 and f16 products from swizzled tiles that the copy engine brings.
     "attention_kernel": ("HMMA.16816.F32", "LDSM.16.MT88.4", "MOVM.16.MT88", "UTMALDG.4D"),

@@ -25,17 +25,17 @@ struct Problem {
   Options options;
 };
 
-// The register kernel keeps a token's scores in the registers of one warp or a few. The shared
-// kernel keeps them in shared memory, for more experts than registers have room for.
-enum class Kernel { kRegister, kShared };
+// The CTA kernel spreads a token over up to eight warps, for the latency of a few tokens; the warp
+// kernel takes one warp a token, for the work of many. The shared kernel is for more experts than
+// either has room for.
+enum class Kernel { kCta, kWarp, kShared };
 
 constexpr int kMostExperts = 32768;  // what shared memory holds, with their groups
 
 struct Config {
   Kernel kernel;
-  int lane_values;  // scores of one lane, for the register kernel
-  int warps;        // of one token
-  int tokens;       // of one CTA
+  int lane_values;  // scores of one lane, for the CTA and warp kernels
+  int warps;        // of one CTA, for the same: of one token, or of as many tokens
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
@@ -50,8 +50,9 @@ inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
 
 inline std::ostream& operator<<(std::ostream& out, const Config& c) {
   if (c.kernel == Kernel::kShared) return out << "shared";
-  return out << c.warps << (c.warps == 1 ? " warp of " : " warps of ") << c.lane_values
-             << " a lane, " << c.tokens << (c.tokens == 1 ? " token" : " tokens") << " a CTA";
+  return out << (c.kernel == Kernel::kCta ? "CTA of " : "warp a token, ") << c.warps
+             << (c.kernel == Kernel::kCta ? " warps" : " a CTA") << ", " << c.lane_values
+             << (c.lane_values == 1 ? " value a lane" : " values a lane");
 }
 
 }  // namespace jax_hpc::route_topk

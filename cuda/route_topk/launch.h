@@ -15,9 +15,8 @@ struct Arrays {
   float* identity_weight;  // [tokens]
 };
 
-// All arrays are row-major. No extent may be zero.
-// overlaps_previous: the kernel may start while the one before it in the stream still runs; it
-// waits for that one before it touches any array.
+// All arrays are row-major. No extent may be zero. overlaps_previous: the kernel may start while
+// the one before it in the stream still runs; it waits for that one before it touches any array.
 cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,
                    bool overlaps_previous, cudaStream_t stream);
 

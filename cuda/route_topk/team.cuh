@@ -13,16 +13,10 @@ constexpr unsigned kWholeWarp = 0xffffffffu;
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(kWholeWarp, value, offset);
+    value = __fadd_rn(value, __shfl_xor_sync(kWholeWarp, value, offset));
   }
   return value;
 }
-
-// How many something counts in the warps before this one, and in all.
-struct Count {
-  int before;
-  int all;
-};
 
 struct WarpTeam {
   static constexpr int kSize = kWarpSize;
@@ -32,8 +26,6 @@ struct WarpTeam {
   __device__ uint32_t max(uint32_t value) { return __reduce_max_sync(kWholeWarp, value); }
   __device__ uint32_t min(uint32_t value) { return __reduce_min_sync(kWholeWarp, value); }
   __device__ float sum(float value) { return warp_sum(value); }
-  __device__ uint32_t max_of_warps(uint32_t value) { return value; }
-  __device__ Count count(int of_warp) { return {0, of_warp}; }
 };
 
 template <int Warps>
@@ -43,7 +35,6 @@ struct CtaTeam {
   // Two rows in turn: a thread may still read the last operation's while others write the next's.
   struct Shared {
     uint32_t parts[2][Warps];
-    uint32_t lanes[Warps][kWarpSize];
   };
 
   __device__ explicit CtaTeam(Shared& shared) : shared_(shared) {}
@@ -68,28 +59,8 @@ struct CtaTeam {
     const uint32_t* parts = exchange(__float_as_uint(warp_sum(value)));
     float all = __uint_as_float(parts[0]);
 #pragma unroll
-    for (int i = 1; i < Warps; ++i) all += __uint_as_float(parts[i]);
+    for (int i = 1; i < Warps; ++i) all = __fadd_rn(all, __uint_as_float(parts[i]));
     return all;
-  }
-  // Largest value that the same lane of any warp has. Once in a kernel.
-  __device__ uint32_t max_of_warps(uint32_t value) {
-    const int lane = rank() % kWarpSize;
-    shared_.lanes[rank() / kWarpSize][lane] = value;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < Warps; ++i) value = ::max(value, shared_.lanes[i][lane]);
-    return value;
-  }
-  __device__ Count count(int of_warp) {
-    const uint32_t* parts = exchange(static_cast<uint32_t>(of_warp));
-    Count count{0, 0};
-#pragma unroll
-    for (int i = 0; i < Warps; ++i) {
-      const auto part = static_cast<int>(parts[i]);
-      if (i < rank() / kWarpSize) count.before += part;
-      count.all += part;
-    }
-    return count;
   }
 
  private:
