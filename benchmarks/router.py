@@ -187,3 +187,4 @@ BENCHMARK = Benchmark(
     subsets={"m >= 8": lambda case: case["m"] >= 8},
     option=("terms", TERMS),
 )
+BENCHMARKS = {BENCHMARK.op: BENCHMARK}

@@ -23,8 +23,12 @@ CASE_KEYS: Mapping[str, tuple[str, ...]] = {
     "prologue-fp8": ("heads", "T"),
 }
 """The keys that tell the cases of an op apart, in results and in the recorded baselines."""
-MODULES: Mapping[str, str] = {"router": "benchmarks.router"}
-"""The module of each op that can be measured; it holds a BENCHMARK."""
+MODULES: Mapping[str, str] = {
+    "router": "benchmarks.router",
+    "decode-bf16": "benchmarks.decode",
+    "decode-fp8": "benchmarks.decode",
+}
+"""The module of each op that can be measured; its BENCHMARKS has it by name."""
 OPTIONS = ("terms", "format")
 """Keys by which rows of one case and implementation differ further."""
 
@@ -92,7 +96,7 @@ class Benchmark:
 def load(op: str) -> Benchmark:
     if op not in MODULES:
         raise ValueError(f"no benchmark of op {op!r}; there are: {', '.join(MODULES)}")
-    return importlib.import_module(MODULES[op]).BENCHMARK
+    return importlib.import_module(MODULES[op]).BENCHMARKS[op]
 
 
 def case_of(row: Row) -> Case:

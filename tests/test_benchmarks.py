@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import report, results, rows, runner
 from benchmarks.router import BENCHMARK, num_bytes
+from jax_hpc import _registry
 
 # Rows.
 
@@ -19,6 +20,32 @@ def test_router_floors_are_those_of_the_baselines():
     for row in recorded:
         ours = BENCHMARK.row(rows.case_of(row), "cuda")
         assert abs(ours["floor_us"] - row["floor_us"]) < 0.011, (row, ours)
+
+
+@pytest.mark.parametrize("op", ["decode-bf16", "decode-fp8"])
+def test_decode_floors_are_those_of_the_baselines(op):
+    recorded = [r for r in results.read_rows(results.BASELINES) if r["op"] == op]
+    assert len(recorded) > 60
+    benchmark = rows.load(op)
+    assert {rows.case_name(rows.case_of(r)) for r in recorded} == set(
+        map(rows.case_name, benchmark.cases)
+    )
+    for row in recorded:
+        ours = benchmark.row(rows.case_of(row), "cuda")
+        assert abs(ours["floor_us"] - row["floor_us"]) < 0.011, (row, ours)
+
+
+@pytest.mark.parametrize("op", ["decode-bf16", "decode-fp8"])
+@pytest.mark.parametrize("impl", ["cuda", "own", "static", "splits-8", "xla"])
+def test_decode_workloads_trace(op, impl, monkeypatch):
+    monkeypatch.setattr(_registry, "unusable_reason", lambda: None)
+    workload = rows.load(op).workload({"heads": "tp8", "case": "1x16K+15x64"}, impl)
+    operands, state = jax.eval_shape(workload.make, jax.random.key(0))
+    (q, k_pages, *_), schedule, scales = operands
+    out, left = jax.eval_shape(workload.call, operands, state)
+    assert (out.shape, out.dtype.name) == (q.shape, "bfloat16") and left == ()
+    assert k_pages.shape == (271, 1, 64, 128) and schedule.batch == 16
+    assert len(scales) == (3 if op == "decode-fp8" else 0)
 
 
 def test_practical_floor_is_what_was_measured():

@@ -19,6 +19,10 @@ EXPECTED = {
     "topk_cta_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.SUM"),  # overlap, warp-wide integers
     "topk_warp_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),
     "topk_shared_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),
+    # bf16 and f16 products from swizzled tiles that the copy engine brings.
+    "attention_kernel": ("HMMA.16816.F32", "LDSM.16.MT88.4", "MOVM.16.MT88", "UTMALDG.4D"),
+    "combine_kernel": ("ACQBULK",),  # overlap
+    "schedule_kernel": ("ACQBULK",),
     "probe_kernel": (),
 }
 # Kernel, of some template arguments (as mangled) -> what these instances need as well.
@@ -29,6 +33,11 @@ EXPECTED_OF_INSTANCES = {
 }
 # What none of a kernel's code may hold: a fence of all memory costs as much as these kernels gain.
 FORBIDDEN = {"tiled_kernel": ("MEMBAR",), "stream_kernel": ("MEMBAR",)}
+# Bytes of stack that an instance may have, where ptxas runs out of registers for a few values.
+STACK = {
+    # Sums of 128 dimensions and 16 rows a warp, three warps a quarter of an SM: 168 registers.
+    ("attention_kernel", "Fp8CacheELi128ELi2EE"): 16,
+}
 
 
 def tools() -> str:
@@ -89,7 +98,14 @@ def test_nothing_is_spilled(library: str) -> None:
     usage = dump(library, "-res-usage")
     found = re.findall(r"Function (\S+?):\s*\n.*?STACK:(\d+)", usage)
     assert len(found) >= len(EXPECTED)
-    spilled = {symbol: int(size) for symbol, size in found if int(size) > 0}
+    allowed = {
+        symbol: size
+        for symbol, _ in found
+        for (kernel, instance), size in STACK.items()
+        if kernel_of(symbol) == kernel and instance in symbol
+    }
+    assert len(allowed) == len(STACK), "an instance's name is spelled otherwise"
+    spilled = {symbol: int(size) for symbol, size in found if int(size) > allowed.get(symbol, 0)}
     assert not spilled, spilled
 
 

@@ -34,6 +34,7 @@ class DeviceArray {
   DeviceArray& operator=(const DeviceArray&) = delete;
 
   T* data() const { return data_; }
+  size_t size() const { return size_; }
   // Every bit set: NaN as a float, -1 as an integer.
   void poison() { require(cudaMemset(data_, 0xff, size_ * sizeof(T)), "cudaMemset"); }
   std::vector<T> host() const {

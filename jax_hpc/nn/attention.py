@@ -86,6 +86,7 @@ class PagedAttention(nnx.Module):
             page_size=page_size,
             q_len=inputs.tokens.shape[0] // inputs.kv_lens.shape[0],
             window=self.window,
+            implementation=self.implementation,
         )
 
     def __call__(

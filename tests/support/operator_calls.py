@@ -21,6 +21,7 @@ class Call:
     x_spec, rest_spec, out_spec: how shard_map over the axis "t" splits the call into
     independent parts.
     float_x: whether x is real-valued, so that a gradient can be asked for.
+    launches: kernels of one call, where it takes the kernel.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Call:
     rest_spec: Any
     out_spec: Any
     float_x: bool = True
+    launches: int = 1
 
 
 def _array(rng: np.random.Generator, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
@@ -71,30 +73,67 @@ def _router_topk(
         return jax_hpc.router_topk(x, weight, 3, bias=bias, implementation=implementation)
 
     x = _array(rng, tokens, hidden)
-    return Call("router_topk", run, x, (weight, bias), P("t"), P(), P("t"))
+    return Call("router_topk", run, x, (weight, bias), P("t"), P(), P("t"), launches=2)
 
 
-def _pages(rng: np.random.Generator, heads: int) -> tuple[jax.Array, jax.Array]:
-    return _array(rng, 6, heads, 16, 16), _array(rng, 6, heads, 16, 16)
+def _pages(
+    rng: np.random.Generator, heads: int, dim: int = 16, dtype: Any = jnp.float32
+) -> tuple[jax.Array, jax.Array]:
+    k, v = (_array(rng, 6, heads, 16, dim, dtype=dtype) for _ in range(2))
+    return k, v
 
 
-def _decode_attention(rng: np.random.Generator) -> Call:
-    k, v = _pages(rng, 4)
+def _decode_attention(
+    rng: np.random.Generator, dim: int = 16, dtype: Any = jnp.float32, **options: Any
+) -> Call:
+    k, v = _pages(rng, 4, dim, dtype)
     table, lens = _integers([[0, 3], [5, -1], [1, 2]]), _integers([20, 7, 0])
 
     def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
-        k, v, table, lens = rest
-        return jax_hpc.decode_attention(x, k, v, table, lens, implementation=implementation)
+        return jax_hpc.decode_attention(x, *rest, **options, implementation=implementation)
 
     heads = P(None, "t")
     return Call(
         "decode_attention",
         run,
-        _array(rng, 3, 8, 16),
+        _array(rng, 3, 8, dim),
         (k, v, table, lens),
         heads,
         (heads, heads, P(), P()),
         heads,
+        launches=3,
+    )
+
+
+def _decode_attention_kernel(rng: np.random.Generator, launches: int, **options: Any) -> Call:
+    call = _decode_attention(rng, 64, jnp.bfloat16, **options)
+    return dataclasses.replace(call, launches=launches)
+
+
+def _fp8_decode_attention(rng: np.random.Generator) -> Call:
+    return _decode_attention(rng, 64, jnp.float8_e4m3fn)
+
+
+def _scheduled_decode_attention(rng: np.random.Generator) -> Call:
+    """On a ready schedule. It is of all heads, so that no shard can have a part of them."""
+    call = _decode_attention(rng, 64, jnp.bfloat16)
+    k, v, table, lens = call.rest
+    schedule = jax_hpc.decode_schedule(
+        lens,
+        num_q_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        kv_dtype=k.dtype,
+        page_size=16,
+        num_ctas=8,
+    )
+    return dataclasses.replace(
+        call,
+        rest=(k, v, table, lens, schedule),
+        x_spec=P(),
+        rest_spec=P(),
+        out_spec=P(),
+        launches=2,
     )
 
 
@@ -198,6 +237,13 @@ def _paths_of(make: Callable[..., Call], paths: dict[str, dict[str, int]]) -> di
 
 # Operators whose kernels have several paths, each with its own call.
 _PATHS = {
+    "decode_attention": {
+        "ready schedule": _scheduled_decode_attention,
+        "own schedule": functools.partial(_decode_attention_kernel, launches=3),
+        "fp8 cache": _fp8_decode_attention,
+        "four splits": functools.partial(_decode_attention_kernel, launches=2, num_splits=4),
+        "uncut": functools.partial(_decode_attention_kernel, launches=1, num_splits=1),
+    },
     "route_topk": _paths_of(
         _route_topk,
         {

@@ -78,7 +78,12 @@ def decode_schedule(
     pairs, most = dims["B"] * sizes["num_kv_heads"], heuristics.MAX_PAIRS
     check(pairs <= most, operator, "num_kv_heads", expected=f"B * Hkv <= {most}", got=pairs)
     if num_ctas is None:
-        num_ctas = heuristics.num_sms() * heuristics.ctas_per_sm(**sizes)
+        per_sm = heuristics.ctas_per_sm(
+            num_q_heads=sizes["num_q_heads"],
+            num_kv_heads=sizes["num_kv_heads"],
+            q_len=sizes["q_len"],
+        )
+        num_ctas = heuristics.num_sms() * per_sm
     num_ctas = normalize_count(operator, "num_ctas", num_ctas, most=heuristics.MAX_CTAS)
     params = Params(sizes["num_kv_heads"], sizes["q_len"], window, num_ctas)
     results = OPERATOR(Operands(kv_lens), params, implementation=implementation)

@@ -1,7 +1,5 @@
 """Decisions of the decode schedule: tile, costs, the floor on work per CTA, how many CTAs."""
 
-import jax.numpy as jnp
-
 from jax_hpc import _registry
 
 TILE_TOKENS = 64
@@ -26,8 +24,7 @@ MAX_PAIRS = 1 << 29
 MAX_CTAS = 1 << 20
 
 _DEFAULT_SMS = 132  # H100 and H200, when a program is lowered on a host without a GPU
-_SHARED_MEMORY = 227 * 1024  # bytes that the CTAs of one Hopper SM can share out
-_MIN_STAGES = 3  # K and V tiles a CTA keeps in flight to hide one DRAM latency
+_ROWS_OF_TWO = 64
 
 
 def num_sms() -> int:
@@ -36,11 +33,10 @@ def num_sms() -> int:
     return int(devices[0].core_count) if devices else _DEFAULT_SMS
 
 
-def ctas_per_sm(
-    *, num_q_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: str, q_len: int
-) -> int:
-    """Persistent CTAs that fit on one SM, judged by shared memory."""
-    stage = 2 * TILE_TOKENS * head_dim * jnp.dtype(kv_dtype).itemsize
-    rows = -(-num_q_heads // num_kv_heads * q_len // 8) * 8
-    queries = rows * (head_dim * 2 + TILE_TOKENS * 2)  # queries and probabilities, bf16
-    return max(1, min(4, _SHARED_MEMORY // (_MIN_STAGES * stage + queries)))
+def ctas_per_sm(*, num_q_heads: int, num_kv_heads: int, q_len: int) -> int:
+    """Persistent CTAs on one SM, as ``choose`` in cuda/decode_attention/config.h holds them.
+
+    Two, so that one's tiles stream while the other ends a task; more than 64 query rows of a
+    KV head take the registers of a whole SM.
+    """
+    return 2 if num_q_heads // num_kv_heads * q_len <= _ROWS_OF_TWO else 1

@@ -1,0 +1,86 @@
+// What the kernels get: pointers to whole arrays, sizes, and what follows from them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "decode_attention/config.h"
+#include "decode_attention/instructions.cuh"
+
+namespace jax_hpc::decode_attention {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// The base of a row that has met no key: below every score, and not infinite, so that differences
+// of bases are no NaN.
+constexpr float kNoBase = -1e30f;
+
+struct Arguments {
+  Problem problem;
+  Cut cut;
+  int column_tiles;
+  int row_groups;
+  int warps;
+  int slots;
+  int page_bits;  // page_size = 2^page_bits
+  const void* q;
+  const int* page_table;
+  const int* kv_lens;
+  const int* span_pair;
+  const int* span_tile;
+  const int* merge_last;
+  const float* q_scale;
+  const float* k_scale;
+  const float* v_scale;
+  const float* sinks;
+  __nv_bfloat16* out;
+  float* lse;  // null where it is not asked for
+  float* partial_out;
+  float2* partial_state;
+};
+
+// Asks for the few values that every task needs.
+__device__ __forceinline__ void prefetch_scales(const Arguments& a) {
+  for (const float* values : {a.k_scale, a.v_scale, a.sinks}) {
+    if (values != nullptr) prefetch(values);
+  }
+}
+
+// How a row ends: its sum of values times `weight`, and its log-sum-exp.
+struct Closing {
+  float weight;
+  float lse;
+};
+
+// Probabilities are powers of 2 relative to `base`, and `total` is their sum. A row that saw no
+// key has none.
+__device__ __forceinline__ Closing close_row(float base, float total, const float* sinks,
+                                             int q_head) {
+  if (total == 0) return {0, -INFINITY};
+  float weight = 1;
+  if (sinks != nullptr) {
+    const float sink = sinks[q_head] * kLog2E;
+    const float top = fmaxf(base, sink);
+    weight = power_of_2(base - top);
+    total = total * weight + power_of_2(sink - top);
+    base = top;
+  }
+  return {weight / total, (base + log2f(total)) * kLn2};
+}
+
+__device__ __forceinline__ float value_scale(const Arguments& a, int head) {
+  if (a.problem.v_scale == ScaleKind::kNone) return 1;
+  return a.v_scale[a.problem.v_scale == ScaleKind::kHead ? head : 0];
+}
+
+// Index of a pair's row in [B, S, Hq].
+__device__ __forceinline__ int64_t output_row(const Problem& p, int sequence, int head, int row) {
+  const int token = row / p.group;
+  return (int64_t{sequence} * p.q_len + token) * (p.kv_heads * p.group) + head * p.group +
+         (row - token * p.group);
+}
+
+}  // namespace jax_hpc::decode_attention

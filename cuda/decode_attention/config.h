@@ -1,0 +1,121 @@
+// What a decode attention is, and how a CTA holds it: plain structs.
+#pragma once
+
+#include <cstdint>
+
+#include "decode_schedule/config.h"
+
+namespace jax_hpc::decode_attention {
+
+using decode_schedule::count_tiles;
+using decode_schedule::first_tile;
+using decode_schedule::kTileTokens;
+
+// Which values a scale of an fp8 cache has.
+enum class ScaleKind : int { kNone, kTensor, kHead, kToken };
+
+struct Problem {
+  int batch;
+  int q_len;  // S, query tokens of a sequence
+  int group;  // G, query heads of a KV head
+  int kv_heads;
+  int head_dim;  // 64 or 128
+  int pages;
+  int page_size;    // 16, 32, 64 or 128
+  int table_width;  // pages of a sequence at most
+  bool fp8_cache;
+  bool fp8_query;  // only with an fp8 cache
+  float scale;     // of q . k
+  int window;      // 0: none
+  float cap;       // 0: none
+  ScaleKind k_scale;
+  ScaleKind v_scale;
+
+  __host__ __device__ int rows() const { return q_len * group; }
+};
+
+// How the keys are cut. Either a schedule of `num_ctas` spans, or `splits` pieces of each pair
+// (sequence, KV head) by its own length alone, each of `min_split_tiles` tiles at least.
+struct Cut {
+  int num_ctas;
+  int splits;  // 0: by the schedule
+  int min_split_tiles;
+};
+
+constexpr int kMostRows = 128;
+constexpr int kMostSlots = 24;
+constexpr int kMostWarps = 8;
+
+// Query rows are the columns of the tensor cores' products. A consumer warp holds `column_tiles`
+// times eight of them, and the warps of a CTA share out `row_groups` such blocks; warps of one
+// group share out the tokens. A producer warp comes on top.
+struct Config {
+  int column_tiles;
+  int row_groups;
+  int warps;  // consumers; a multiple of row_groups
+  int ctas_per_sm;
+  int slots;  // of the ring: half tiles (64 tokens of K or of V)
+  int shared_bytes;
+
+  __host__ __device__ int row_tile() const { return 8 * column_tiles * row_groups; }
+};
+
+// Where things lie in a CTA's shared memory, in bytes: what has a fixed place, then the ring, then
+// the rest.
+struct Layout {
+  static constexpr int kFull = 0;  // barriers
+  static constexpr int kEmpty = kFull + kMostSlots * 8;
+  static constexpr int kQueryFull = kEmpty + kMostSlots * 8;
+  static constexpr int kQueryEmpty = kQueryFull + 2 * 8;
+  static constexpr int kLive = kQueryEmpty + 2 * 8;
+  static constexpr int kTasks = kLive + kMostSlots * 4;
+  static constexpr int kState = 1024;
+  static constexpr int kStateBytes = kMostWarps * 2 * 8 * 8;
+  static constexpr int kQueryScale = kState + 2 * kStateBytes;
+  static constexpr int kRing = kQueryScale + 2 * kMostRows * 4;
+  static_assert(kTasks + 4 * 32 <= kState && kRing % 1024 == 0);
+
+  int merge;
+  int query;
+  int query_stride;  // of one row; 16 bytes more than the row keep its loads free of conflicts
+  int token_scale;
+  int end;
+
+  __host__ __device__ static Layout of(int head_dim, int cache_bytes, int query_bytes, int warps,
+                                       int row_tile, int slots, bool token_scales) {
+    Layout l{};
+    l.merge = kRing + slots * kTileTokens * head_dim * cache_bytes;
+    l.query = l.merge + warps * 8 * (head_dim + 4) * 4;
+    l.query_stride = head_dim * query_bytes + 16;
+    l.token_scale = l.query + 2 * row_tile * l.query_stride;
+    l.end = l.token_scale + (token_scales ? slots * kTileTokens * 4 : 0);
+    return l;
+  }
+};
+
+inline Config choose(const Problem& p) {
+  constexpr int kSharedOfTwo = 113 * 1024;  // bytes of a CTA where two share an SM
+  constexpr int kSharedOfOne = 227 * 1024;
+  Config c{};
+  const int rows = p.rows();
+  c.column_tiles = rows <= 8 ? 1 : 2;
+  c.row_groups = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 64 ? 4 : 8;
+  c.warps = rows <= 64 ? 4 : 8;
+  c.ctas_per_sm = rows <= 64 ? 2 : 1;
+  const int budget = c.ctas_per_sm == 2 ? kSharedOfTwo : kSharedOfOne;
+  for (c.slots = kMostSlots; c.slots > 2; --c.slots) {
+    c.shared_bytes = Layout::of(p.head_dim, p.fp8_cache ? 1 : 2, p.fp8_query ? 1 : 2, c.warps,
+                                c.row_tile(), c.slots, p.k_scale == ScaleKind::kToken)
+                         .end;
+    if (c.shared_bytes <= budget) break;
+  }
+  return c;
+}
+
+// Pieces of a cut pair leave their results in slots of one workspace: sums of values
+// [slots, rows, head_dim] and (base, total) [slots, rows, 2], float32.
+inline int64_t workspace_slots(const Problem& p, const Cut& cut) {
+  return cut.splits > 0 ? int64_t{p.batch} * p.kv_heads * cut.splits : 2 * int64_t{cut.num_ctas};
+}
+
+}  // namespace jax_hpc::decode_attention

@@ -1,0 +1,254 @@
+// A consumer warp: scores, probabilities and sums of values of its tokens and rows. Warps meet
+// only at the end of a task.
+#pragma once
+
+#include "decode_attention/ending.cuh"
+
+namespace jax_hpc::decode_attention {
+
+template <class Cache, int D, int N>
+class Consumer {
+  static constexpr int kSteps = D / 16;  // products over the head dimension
+  static constexpr int kLoads = kSteps / Cache::kFragments;
+  static constexpr int kChains = N == 1 ? 2 : 1;  // independent sums of products in a score
+  static constexpr int kPairs = Rows<Cache, D, N>::kPairs;
+  using Half = HalfTile<Cache, D>;
+
+ public:
+  __device__ Consumer(const Arguments& a, const Shared& shared)
+      : a_(a),
+        shared_(shared),
+        lane_(threadIdx.x % kWarpSize),
+        row_tokens_(a.problem, threadIdx.x / kWarpSize % a.row_groups * 8 * N),
+        token_warp_(threadIdx.x / kWarpSize / a.row_groups),
+        key_offset_(Half::offset(lane_ % 16, lane_ / 16)),
+        value_offset_(Half::offset(Cache::value_token(lane_), Cache::value_column(lane_))),
+        part_tokens_(min(a.problem.page_size, kTileTokens)) {}
+
+  __device__ __forceinline__ void run() {
+    if (threadIdx.x == 0) prefetch_scales(a_);
+    for (;;) {
+      wait(shared_.query_full(turn_.stage()), turn_.parity());
+      const Task& task = shared_.tasks[turn_.index];
+      const int tiles = task.tiles;
+      if (tiles < 0) return;
+      query_.load(a_, shared_, turn_.stage(), task.head, row_tokens_.first);
+      rows_.reset();
+      release(shared_.query_empty(turn_.stage()));
+      const Sight sight(a_.problem, task.length);
+      int token = task.first_token;
+      for (int i = 0; i < tiles; ++i, token += kTileTokens) take_tile(sight, token);
+      Ending<Cache, D, N>(a_, shared_, task, turn_.stage()).run(rows_);
+      turn_.advance();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void release(SharedAddress barrier) const {
+    __syncwarp();
+    if (lane_ == 0) arrive(barrier);
+  }
+
+  __device__ __forceinline__ void take_tile(const Sight& sight, int first_token) {
+    const int k = ring_.index(a_.slots);
+    const uint32_t k_parity = ring_.parity(a_.slots);
+    ring_.advance(a_.slots);
+    const int v = ring_.index(a_.slots);
+    const uint32_t v_parity = ring_.parity(a_.slots);
+    ring_.advance(a_.slots);
+    const int groups = kTileTokens / kGroup * a_.row_groups / a_.warps;  // of tokens, of this warp
+    wait(shared_.full(k), k_parity);
+    const uint32_t live = shared_.live[k];
+    for (int i = 0; i < groups; ++i) {
+      const int group = token_warp_ * groups + i;
+      const bool last = i + 1 == groups;
+      const int token = first_token + group * kGroup;
+      if ((live >> group & 1) == 0 || !sight.any(token)) {
+        if (last) release(shared_.empty(k));
+        if (i == 0) wait(shared_.full(v), v_parity);
+        if (last) release(shared_.empty(v));
+        continue;
+      }
+      float scores[N][4];
+      multiply_keys(group_address(k, group), scores);
+      if (a_.problem.k_scale == ScaleKind::kToken) scale_tokens(k, group, scores);
+      if (last) release(shared_.empty(k));
+      const bool edge = !sight.all(token);
+      const uint32_t visible = edge ? visible_scores(sight, token) : ~0u;
+      uint32_t pairs[N][kPairs];
+      rows_.weigh(query_, a_.problem.cap, edge, visible, scores, pairs);
+      if (i == 0) wait(shared_.full(v), v_parity);
+      const uint32_t values = group_address(v, group);
+      uint2 keep{~0u, ~0u};
+      if (edge) keep = hide_not_finite(sight, token, values, pairs);
+      if (__any_sync(~0u, (keep.x & keep.y) != ~0u)) {
+        multiply_values<true>(values, pairs, keep);
+      } else {
+        multiply_values<false>(values, pairs, keep);
+      }
+      if (last) release(shared_.empty(v));
+    }
+  }
+
+  __device__ __forceinline__ uint32_t group_address(int slot, int group) const {
+    const int token = group * kGroup;
+    const int in_part = token & (part_tokens_ - 1);
+    return shared_.ring + slot * Half::kBytes + (token - in_part) * Half::kTokenBytes +
+           in_part * Half::kRowBytes;
+  }
+
+  // Address of load j of a group, given that of load 0.
+  __device__ __forceinline__ uint32_t load_address(uint32_t first, int j) const {
+    return (first + j / 4 * part_tokens_ * 128) ^ (j % 4 * 32);
+  }
+
+  // Bit 4 n + i for scores[n][i].
+  __device__ __forceinline__ uint32_t visible_scores(const Sight& sight, int token) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int query_token = row_tokens_.of(8 * n + lane_ % 4 * 2 + i % 2);
+        const bool sees = sight.sees(query_token, token + lane_ / 4 + i / 2 * 8);
+        if (sees) bits |= 1u << (4 * n + i);
+      }
+    }
+    return bits;
+  }
+
+  // Keys.
+
+  // scores = keys of 16 tokens times all rows.
+  __device__ __forceinline__ void multiply_keys(uint32_t address, float (&scores)[N][4]) const {
+    float chains[kChains][N][4] = {};
+    address += key_offset_;
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      uint32_t loaded[4];
+      load_matrices(loaded, load_address(address, j));
+      uint32_t operand[Cache::kFragments][4];
+      Cache::keys(operand, loaded);
+#pragma unroll
+      for (int f = 0; f < Cache::kFragments; ++f) {
+        const int k = j * Cache::kFragments + f;
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          Cache::multiply(chains[k % kChains][n], operand[f], query_.values[k][n][0],
+                          query_.values[k][n][1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[n][i] = chains[0][n][i];
+        if constexpr (kChains == 2) scores[n][i] += chains[1][n][i];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void scale_tokens(int slot, int group, float (&scores)[N][4]) const {
+    const float* const scales = shared_.token_scale + slot * kTileTokens + group * kGroup;
+    const float scale[2] = {scales[lane_ / 4], scales[lane_ / 4 + 8]};
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[n][i] *= scale[i / 2];
+    }
+  }
+
+  // Values.
+
+  // A value that is not finite must reach no row that does not see its token, and 0 * NaN is NaN.
+  // Tokens with one are masked out of the values (the result: masks of this lane's two pairs of
+  // tokens), and the rows that see them get NaN for a probability.
+  __device__ __forceinline__ uint2 hide_not_finite(const Sight& sight, int token, uint32_t address,
+                                                   uint32_t (&pairs)[N][kPairs]) const {
+    uint2 bad{0, 0};
+    address += value_offset_;
+#pragma unroll 1
+    for (int j = 0; j < kLoads; ++j) {
+      uint32_t operand[Cache::kFragments][4];
+      load_values(load_address(address, j), operand);
+#pragma unroll
+      for (int f = 0; f < Cache::kFragments; ++f) {
+        bad.x |= not_finite(operand[f][0]) | not_finite(operand[f][1]);
+        bad.y |= not_finite(operand[f][2]) | not_finite(operand[f][3]);
+      }
+    }
+    if (!__any_sync(~0u, (bad.x | bad.y) != 0)) return {~0u, ~0u};
+#pragma unroll
+    for (int step = 4; step < kWarpSize; step *= 2) {
+      bad.x |= __shfl_xor_sync(~0u, bad.x, step);
+      bad.y |= __shfl_xor_sync(~0u, bad.y, step);
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const int query_token = row_tokens_.of(8 * n + lane_ / 4);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t mask = 0xffffu << 16 * (i % 2);
+        const bool is_bad = ((i < 2 ? bad.x : bad.y) & mask) != 0;
+        if (is_bad && sight.sees(query_token, token + lane_ % 4 * 2 + i % 2 + i / 2 * 8)) {
+          pairs[n][i / 2] |= mask & 0x7fff7fffu;
+        }
+      }
+    }
+    return {~bad.x, ~bad.y};
+  }
+
+  // All ones in each half that is not finite.
+  __device__ __forceinline__ static uint32_t not_finite(uint32_t pair) {
+    return __vcmpeq2(pair & Cache::kNotFinite, Cache::kNotFinite);
+  }
+
+  __device__ __forceinline__ static void load_values(uint32_t address,
+                                                     uint32_t (&operand)[Cache::kFragments][4]) {
+    uint32_t loaded[4];
+    load_transposed(loaded, address);
+    Cache::values(operand, loaded);
+  }
+
+  template <bool Masked>
+  __device__ __forceinline__ void multiply_values(uint32_t address,
+                                                  const uint32_t (&pairs)[N][kPairs], uint2 keep) {
+    address += value_offset_;
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      uint32_t operand[Cache::kFragments][4];
+      load_values(load_address(address, j), operand);
+#pragma unroll
+      for (int f = 0; f < Cache::kFragments; ++f) {
+        if constexpr (Masked) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) operand[f][i] &= i < 2 ? keep.x : keep.y;
+        }
+#pragma unroll
+        for (int i = 0; i < kPairs; i += 2) {
+#pragma unroll
+          for (int n = 0; n < N; ++n) {
+            Cache::multiply(rows_.sum[j * Cache::kFragments + f][n], operand[f], pairs[n][i],
+                            pairs[n][i + 1]);
+          }
+        }
+      }
+    }
+  }
+
+  const Arguments& a_;
+  const Shared& shared_;
+  int lane_;
+  RowTokens row_tokens_;
+  int token_warp_;  // among the warps that share out the tokens
+  int key_offset_;
+  int value_offset_;
+  int part_tokens_;
+  Place ring_;
+  Turn turn_;
+  Query<Cache, D, N> query_;
+  Rows<Cache, D, N> rows_;
+};
+
+}  // namespace jax_hpc::decode_attention

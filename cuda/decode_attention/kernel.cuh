@@ -1,0 +1,40 @@
+// Decode attention: persistent CTAs of consumer warps and one producer warp.
+#pragma once
+
+#include "decode_attention/consumer.cuh"
+#include "decode_attention/producer.cuh"
+
+namespace jax_hpc::decode_attention {
+
+// Of four consumer warps two CTAs share an SM, of eight (with more than eight rows a warp) it has
+// one; an SM's quarter then has three warps at most.
+constexpr int threads_of(int column_tiles) {
+  return (column_tiles == 1 ? 5 : kMostWarps + 1) * kWarpSize;
+}
+
+template <class Cache, int D, int N>
+__global__ void __launch_bounds__(threads_of(N), N == 1 ? 2 : 1)
+    attention_kernel(const __grid_constant__ Arguments a, const __grid_constant__ CUtensorMap k_map,
+                     const __grid_constant__ CUtensorMap v_map) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const Shared shared(
+      memory, Layout::of(D, Cache::kBytes, a.problem.fp8_query ? 1 : 2, a.warps,
+                         8 * N * a.row_groups, a.slots, a.problem.k_scale == ScaleKind::kToken));
+  const int warp = threadIdx.x / kWarpSize;
+  if (warp == a.warps && elect_one()) {
+    prefetch_descriptor(&k_map);
+    prefetch_descriptor(&v_map);
+    init_barriers(shared, a.slots, a.warps);
+  }
+  __syncthreads();
+  // The merge may take its place; it waits for this kernel's end before it reads what it wrote.
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (warp == a.warps) {
+    Producer<Cache, D>(a, &k_map, &v_map, shared).run();
+  } else {
+    Consumer<Cache, D, N>(a, shared).run();
+  }
+}
+
+}  // namespace jax_hpc::decode_attention

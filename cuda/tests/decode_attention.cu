@@ -1,0 +1,395 @@
+// Decode attention without JAX: its kernels against float64, and how long they take.
+//
+//   decode_attention check       all options on random batches
+//   decode_attention check small a few tiny ones, for compute-sanitizer's slower tools
+//   decode_attention time        the recorded baselines' mixes, cold caches, each call of a graph
+//                                on its own; the practical floor is 4 us + bytes / 4.5 TB/s
+//   decode_attention tune        the same with other numbers of CTAs and costs of the schedule
+//
+// Built by `make kernel-tests`.
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "decode_problem.cuh"
+
+namespace {
+
+using namespace jax_hpc::tests;
+using jax_hpc::decode_attention::Buffers;
+using jax_hpc::decode_attention::Cut;
+
+struct Case {
+  Problem p;
+  Cut cut;
+  std::vector<int> lengths;
+  bool sinks;
+  bool holes;  // page ids outside the pool within the length
+};
+
+Problem make_problem(int batch, int q_len, int group, int kv_heads, int head_dim, int page_size,
+                     bool fp8) {
+  Problem p{};
+  p.batch = batch;
+  p.q_len = q_len;
+  p.group = group;
+  p.kv_heads = kv_heads;
+  p.head_dim = head_dim;
+  p.page_size = page_size;
+  p.fp8_cache = fp8;
+  p.scale = 1 / std::sqrt(static_cast<float>(head_dim));
+  return p;
+}
+
+// Page ids in random order; garbage beyond the length, and in holes.
+std::vector<int> make_table(Problem& p, const std::vector<int>& lengths, bool holes,
+                            std::mt19937& random) {
+  int pages = 0;
+  for (const int length : lengths) {
+    const int count = (std::max(length, 0) + p.page_size - 1) / p.page_size;
+    p.table_width = std::max(p.table_width, count + 1);
+    pages += count;
+  }
+  p.pages = pages + 2;
+  std::vector<int> order(p.pages);
+  for (int i = 0; i < p.pages; ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), random);
+  std::vector<int> table(size_t(p.batch) * p.table_width);
+  for (int b = 0; b < p.batch; ++b) {
+    for (int i = 0; i < p.table_width; ++i) {
+      int& id = table[size_t(b) * p.table_width + i];
+      if (i * p.page_size < lengths[b]) {
+        id = order.back();
+        order.pop_back();
+        if (holes && random() % 5 == 0) id = random() % 2 == 0 ? -7 : p.pages;
+      } else {
+        id = random() % 2 == 0 ? -1 : 1 << 30;
+      }
+    }
+  }
+  return table;
+}
+
+struct DeviceSchedule {
+  DeviceArray<int> pair;
+  DeviceArray<int> tile;
+  DeviceArray<int> last;
+  explicit DeviceSchedule(int ctas) : pair(ctas + 1), tile(ctas + 1), last(ctas) {}
+  explicit DeviceSchedule(const Schedule& s) : pair(s.pair), tile(s.tile), last(s.last) {}
+  void set(Buffers& b) const {
+    b.span_pair = pair.data();
+    b.span_tile = tile.data();
+    b.merge_last = last.data();
+  }
+};
+
+bool is_same(const DeviceSchedule& got, const Schedule& want) {
+  return got.pair.host() == want.pair && got.tile.host() == want.tile &&
+         got.last.host() == want.last;
+}
+
+// Why a case fails; empty when it does not.
+std::string failure_of(Case c, uint32_t seed) {
+  std::mt19937 random(seed);
+  Problem& p = c.p;
+  const std::vector<int> host_table = make_table(p, c.lengths, c.holes, random);
+  const int q_heads = p.group * p.kv_heads;
+  const size_t rows = size_t(p.batch) * p.q_len * q_heads;
+  const int longest = std::max(1, *std::max_element(c.lengths.begin(), c.lengths.end()));
+  const size_t cache = size_t(p.pages) * p.kv_heads * p.page_size * p.head_dim;
+  DeviceArray<int> table(host_table);
+  DeviceArray<int> lengths(c.lengths);
+  DeviceArray<uint16_t> q(rows * p.head_dim);
+  DeviceArray<uint16_t> k(cache);
+  DeviceArray<uint16_t> v(cache);
+  DeviceArray<float> q_scale(rows);
+  DeviceArray<float> k_scale(size_t(p.pages) * p.kv_heads * p.page_size);
+  DeviceArray<float> v_scale(p.kv_heads);
+  DeviceArray<float> sinks(q_heads);
+  DeviceArray<uint16_t> out(rows * p.head_dim);
+  DeviceArray<float> lse(rows);
+  DeviceArray<double> want(rows * p.head_dim);
+  DeviceArray<double> want_lse(rows);
+  DeviceArray<double> weights(rows * longest);
+  const auto slots = static_cast<size_t>(jax_hpc::decode_attention::workspace_slots(p, c.cut));
+  DeviceArray<float> partial_out(slots * p.rows() * p.head_dim);
+  DeviceArray<float> partial_state(slots * p.rows() * 2);
+  k.poison();  // NaN in every slot that is not written
+  v.poison();
+  const dim3 tokens(static_cast<unsigned>(longest), static_cast<unsigned>(p.batch));
+  fill_values<<<64, 256>>>(q.data(), rows * p.head_dim, seed, 2, p.fp8_query);
+  fill_tokens<<<tokens, 128>>>(p, k.data(), table.data(), lengths.data(), seed + 1);
+  fill_tokens<<<tokens, 128>>>(p, v.data(), table.data(), lengths.data(), seed + 2);
+  for (DeviceArray<float>* scale : {&q_scale, &k_scale, &v_scale, &sinks}) {
+    fill_uniform<<<64, 256>>>(scale->data(), scale->size(), seed + 3);
+  }
+  const float* const used_sinks = c.sinks ? sinks.data() : nullptr;
+  reference_rows<<<static_cast<int>(rows), 128>>>({p, q.data(), k.data(), v.data(), table.data(),
+                                                   lengths.data(), q_scale.data(), k_scale.data(),
+                                                   v_scale.data(), used_sinks, want.data(),
+                                                   want_lse.data(), weights.data(), longest});
+  require(cudaDeviceSynchronize(), "reference");
+
+  const jax_hpc::decode_schedule::Problem plan{p.batch, p.kv_heads, p.q_len, p.window,
+                                               std::max(c.cut.num_ctas, 1)};
+  DeviceSchedule schedule(plan.num_ctas);
+  Buffers buffers{
+      q.data(),   k.data(),   v.data(),           table.data(),        lengths.data(), nullptr,
+      nullptr,    nullptr,    q_scale.data(),     k_scale.data(),      v_scale.data(), used_sinks,
+      out.data(), lse.data(), partial_out.data(), partial_state.data()};
+  schedule.set(buffers);
+  const auto run = [&](bool overlapped) {
+    for (DeviceArray<float>* array : {&lse, &partial_out, &partial_state}) array->poison();
+    out.poison();
+    require(jax_hpc::decode_schedule::launch(plan, lengths.data(), schedule.pair.data(),
+                                             schedule.tile.data(), schedule.last.data(), nullptr),
+            "schedule");
+    require(jax_hpc::decode_attention::launch(p, choose(p), c.cut, buffers, {true, overlapped},
+                                              nullptr),
+            "launch");
+    require(cudaDeviceSynchronize(), "kernel");
+  };
+  run(true);
+  const std::vector<uint16_t> got = out.host();
+  const std::vector<float> got_lse = lse.host();
+  if (!is_same(schedule, schedule_on_host(plan, c.lengths, {}))) return "schedule differs";
+  for (const bool overlapped : {false, true}) {
+    run(overlapped);
+    if (out.host() != got || std::memcmp(lse.host().data(), got_lse.data(), 4 * rows) != 0) {
+      return "a second run gives other bits";
+    }
+  }
+
+  // The output's own rounding is the yardstick.
+  const std::vector<double> truth = want.host();
+  const std::vector<double> truth_lse = want_lse.host();
+  double rounding = 1e-6;
+  double worst = 0;
+  size_t where = 0;
+  const auto value_of = [](uint16_t bits) {
+    const uint32_t wide = uint32_t{bits} << 16;
+    float value;
+    std::memcpy(&value, &wide, 4);
+    return double{value};
+  };
+  for (size_t i = 0; i < truth.size(); ++i) {
+    const __nv_bfloat16 nearest = __float2bfloat16(static_cast<float>(truth[i]));
+    rounding = std::max(rounding, std::abs(double{__bfloat162float(nearest)} - truth[i]));
+    double error = std::abs(value_of(got[i]) - truth[i]);
+    if (std::isnan(error)) error = INFINITY;
+    if (error > worst) worst = error, where = i;
+  }
+  char message[200];
+  if (worst > 1.5 * rounding) {
+    std::snprintf(message, sizeof message,
+                  "row %zu dim %zu: got %g, want %g; error %.2f x rounding", where / p.head_dim,
+                  where % p.head_dim, value_of(got[where]), truth[where], worst / rounding);
+    return message;
+  }
+  for (size_t i = 0; i < rows; ++i) {
+    const bool right = std::isinf(truth_lse[i]) ? got_lse[i] == -INFINITY
+                                                : std::abs(got_lse[i] - truth_lse[i]) < 1e-4;
+    if (right) continue;
+    std::snprintf(message, sizeof message, "lse of row %zu: got %g, want %g", i, got_lse[i],
+                  truth_lse[i]);
+    return message;
+  }
+  return "";
+}
+
+std::string name_of(const Case& c) {
+  char text[240];
+  std::snprintf(text, sizeof text,
+                "B %d S %d G %d Hkv %d D %d N %d %s window %d cap %g scales %d %d sinks %d "
+                "ctas %d splits %d",
+                c.p.batch, c.p.q_len, c.p.group, c.p.kv_heads, c.p.head_dim, c.p.page_size,
+                c.p.fp8_query   ? "fp8/fp8"
+                : c.p.fp8_cache ? "bf16/fp8"
+                                : "bf16",
+                c.p.window, c.p.cap, static_cast<int>(c.p.k_scale), static_cast<int>(c.p.v_scale),
+                c.sinks, c.cut.num_ctas, c.cut.splits);
+  return text;
+}
+
+Case random_case(std::mt19937& random, bool small) {
+  const auto pick = [&](std::initializer_list<int> values) {
+    return values.begin()[random() % values.size()];
+  };
+  const bool fp8 = random() % 2 == 0;
+  Case c{};
+  c.p = make_problem(small ? pick({1, 2, 3}) : pick({1, 2, 3, 5, 33}), pick({1, 1, 1, 2, 3, 5, 8}),
+                     pick({1, 4, 5, 6, 7, 8, 12, 16}), pick({1, 2}), pick({64, 128}),
+                     pick({16, 32, 64, 128}), fp8);
+  c.p.fp8_query = fp8 && random() % 2 == 0;
+  c.p.window = pick({0, 0, 1, 100, 1000});
+  c.p.cap = static_cast<float>(pick({0, 0, 3}));
+  if (fp8) {
+    c.p.k_scale = static_cast<ScaleKind>(random() % 4);
+    c.p.v_scale = static_cast<ScaleKind>(random() % 3);
+  }
+  c.sinks = random() % 4 == 0;
+  c.holes = random() % 3 == 0;
+  c.cut = {small ? pick({1, 7}) : pick({1, 7, 132, 264}), pick({0, 0, 0, 1, 3, 16}), pick({1, 8})};
+  for (int b = 0; b < c.p.batch; ++b) {
+    const int most = small ? pick({3, 70, 300}) : pick({3, 70, 600, 3000});
+    c.lengths.push_back(static_cast<int>(random() % (most + 1)) - 1);
+  }
+  return c;
+}
+
+int check(bool small) {
+  const int count = small ? 8 : 150;
+  std::mt19937 random(1);
+  int failures = 0;
+  for (int i = 0; i < count; ++i) {
+    const Case c = random_case(random, small);
+    const std::string failure = failure_of(c, static_cast<uint32_t>(i) * 16 + 1);
+    if (failure.empty()) continue;
+    if (++failures <= 12)
+      std::cout << "case " << i << ": " << name_of(c) << ": " << failure << "\n";
+  }
+  std::cout << count - failures << " passed, " << failures << " failed" << std::endl;
+  return failures == 0 ? 0 : 1;
+}
+
+// Times.
+
+struct Variant {
+  std::string name;
+  int ctas;
+  Costs costs;
+  Cut split;          // instead of a schedule, where splits > 0
+  int less_ring = 0;  // KiB
+};
+
+jax_hpc::decode_attention::Config with_less_ring(const Problem& p,
+                                                 jax_hpc::decode_attention::Config config,
+                                                 int kibibytes) {
+  const int slot = 64 * p.head_dim * (p.fp8_cache ? 1 : 2);
+  const int slots = std::min(kibibytes * 1024 / slot, config.slots - 2);
+  config.slots -= slots;
+  config.shared_bytes -= slots * slot;
+  return config;
+}
+
+// Layers with caches of their own, more than 200 MB of them, and the time of one for each variant.
+void time_mix(const Mix& mix, int kv_heads, bool fp8, const std::vector<Variant>& variants) {
+  std::vector<int> host_lengths;
+  size_t tokens = 0;
+  for (const auto& [count, length] : mix.groups) {
+    host_lengths.insert(host_lengths.end(), count, length);
+    tokens += size_t(count) * length;
+  }
+  Problem p = make_problem(static_cast<int>(host_lengths.size()), 1, 8, kv_heads, 128, 64, fp8);
+  p.fp8_query = fp8;
+  if (fp8) p.k_scale = p.v_scale = ScaleKind::kTensor;
+  std::mt19937 random(1);
+  DeviceArray<int> table(make_table(p, host_lengths, false, random));
+  DeviceArray<int> lengths(host_lengths);
+  const size_t rows = size_t(p.batch) * p.group * kv_heads;
+  const size_t cache = size_t(p.pages) * kv_heads * p.page_size * p.head_dim;  // elements
+  const double bytes = 2.0 * tokens * kv_heads * p.head_dim * (fp8 ? 1 : 2);
+  const int layers = std::max(3, static_cast<int>(220e6 / bytes) + 1);
+  DeviceArray<uint8_t> k(cache * layers * (fp8 ? 1 : 2));
+  DeviceArray<uint8_t> v(k.size());
+  DeviceArray<uint16_t> q(rows * p.head_dim * layers);
+  DeviceArray<uint16_t> out(q.size());
+  DeviceArray<float> scale(rows);
+  fill_values<<<1024, 256>>>(k.data(), cache * layers, 1, 1, fp8);
+  fill_values<<<1024, 256>>>(v.data(), cache * layers, 2, 1, fp8);
+  fill_values<<<256, 256>>>(q.data(), q.size(), 3, 1, fp8);
+  fill_uniform<<<64, 256>>>(scale.data(), rows, 4);
+  const double floor = 4 + bytes / 4.5e6;
+  std::printf("%s %-13s %-4s floor %7.2f |", kv_heads == 1 ? "tp8" : "tp1", mix.name,
+              fp8 ? "fp8" : "bf16", floor);
+  for (const Variant& variant : variants) {
+    const jax_hpc::decode_schedule::Problem plan{p.batch, kv_heads, 1, 0, variant.ctas};
+    const DeviceSchedule schedule(schedule_on_host(plan, host_lengths, variant.costs));
+    Cut cut = variant.split;
+    jax_hpc::decode_attention::Config config = choose(p);
+    if (variant.less_ring > 0) config = with_less_ring(p, config, variant.less_ring);
+    if (cut.splits == 0) cut.num_ctas = variant.ctas;
+    const auto slots = static_cast<size_t>(jax_hpc::decode_attention::workspace_slots(p, cut));
+    DeviceArray<float> partial_out(slots * p.rows() * p.head_dim);
+    DeviceArray<float> partial_state(slots * p.rows() * 2);
+    const auto launch = [&](int layer, cudaStream_t stream) {
+      const size_t at = cache * layer * (fp8 ? 1 : 2);
+      const size_t query = rows * p.head_dim * layer;
+      Buffers b{reinterpret_cast<const uint8_t*>(q.data()) + query * (fp8 ? 1 : 2),
+                k.data() + at,
+                v.data() + at,
+                table.data(),
+                lengths.data(),
+                nullptr,
+                nullptr,
+                nullptr,
+                scale.data(),
+                scale.data(),
+                scale.data(),
+                nullptr,
+                out.data() + query,
+                nullptr,
+                partial_out.data(),
+                partial_state.data()};
+      schedule.set(b);
+      return jax_hpc::decode_attention::launch(p, config, cut, b, {false, true}, stream);
+    };
+    const double us = time_in_graph(layers, launch);
+    std::printf(" %s %.2f (%.2f)", variant.name.c_str(), us, us / floor);
+  }
+  std::printf("\n");
+  std::fflush(stdout);
+}
+
+void time_schedule() {
+  const int shapes[][2] = {{64, 8}, {64, 1}, {4096, 1}, {65536, 1}};
+  for (const auto& [batch, heads] : shapes) {
+    const jax_hpc::decode_schedule::Problem plan{batch, heads, 1, 0, 264};
+    DeviceArray<int> lengths(std::vector<int>(batch, 4000));
+    DeviceSchedule s(plan.num_ctas);
+    const auto launch = [&](int, cudaStream_t stream) {
+      return jax_hpc::decode_schedule::launch(plan, lengths.data(), s.pair.data(), s.tile.data(),
+                                              s.last.data(), stream);
+    };
+    std::printf("schedule B %d Hkv %d: %.2f us\n", batch, heads, time_in_graph(20, launch));
+  }
+}
+
+void time_all(const std::vector<Variant>& variants) {
+  for (const int kv_heads : {1, 8}) {
+    for (const bool fp8 : {false, true}) {
+      for (const Mix& mix : mixes()) time_mix(mix, kv_heads, fp8, variants);
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  int num_sms = 0;
+  require(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0), "device 0");
+  const std::string command = argc > 1 ? argv[1] : "";
+  const int two = 2 * num_sms;
+  if (command == "check") return check(argc > 2 && std::string(argv[2]) == "small");
+  if (command == "time") {
+    time_schedule();
+    time_all({{"us", two, {}, {}}});
+    return 0;
+  }
+  if (command == "tune") {
+    time_all({{"2/SM", two, {}, {}},
+              {"1/SM", num_sms, {}, {}},
+              {"task 4", two, {4, 20}, {}},
+              {"task 16", two, {16, 32}, {}},
+              {"floor 16", two, {8, 16}, {}},
+              {"floor 48", two, {8, 48}, {}},
+              {"ring -16K", two, {}, {}, 16},
+              {"ring -32K", two, {}, {}, 32},
+              {"static", two, {}, {0, 16, 8}},
+              {"split 8", two, {}, {0, 8, 1}},
+              {"split 1", two, {}, {0, 1, 1}}});
+    return 0;
+  }
+  std::cerr << "usage: decode_attention check [small] | time | tune\n";
+  return 2;
+}

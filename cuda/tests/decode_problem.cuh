@@ -1,0 +1,234 @@
+// Random decode batches on the device, their attention in float64, and the schedule on the host:
+// what tests/decode_attention.cu compares with.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "decode_attention/launch.h"
+#include "decode_schedule/launch.h"
+#include "support.cuh"
+
+namespace jax_hpc::tests {
+
+using decode_attention::Problem;
+using decode_attention::ScaleKind;
+
+__device__ inline void store(void* array, size_t i, float value, bool fp8) {
+  if (fp8) {
+    static_cast<__nv_fp8_e4m3*>(array)[i] = __nv_fp8_e4m3(value);
+  } else {
+    static_cast<__nv_bfloat16*>(array)[i] = __float2bfloat16(value);
+  }
+}
+__device__ inline float load(const void* array, size_t i, bool fp8) {
+  if (fp8) return float(static_cast<const __nv_fp8_e4m3*>(array)[i]);
+  return __bfloat162float(static_cast<const __nv_bfloat16*>(array)[i]);
+}
+
+static __global__ void fill_values(void* array, size_t size, uint32_t seed, float scale, bool fp8) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
+       i += size_t{gridDim.x} * blockDim.x) {
+    store(array, i, normal(i, seed) * scale, fp8);
+  }
+}
+
+static __global__ void fill_uniform(float* array, size_t size, uint32_t seed) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
+       i += size_t{gridDim.x} * blockDim.x) {
+    array[i] = 0.5f + static_cast<float>(mix(static_cast<uint32_t>(i) + mix(seed))) * 0x1p-32f;
+  }
+}
+
+// The tokens of each sequence; what is not written keeps what it holds. One block a token.
+static __global__ void fill_tokens(Problem p, void* pages, const int* table, const int* lengths,
+                                   uint32_t seed) {
+  const int sequence = static_cast<int>(blockIdx.y);
+  const int token = static_cast<int>(blockIdx.x);
+  if (token >= lengths[sequence]) return;
+  const int page = table[int64_t{sequence} * p.table_width + token / p.page_size];
+  if (page < 0 || page >= p.pages) return;
+  for (int i = threadIdx.x; i < p.kv_heads * p.head_dim; i += blockDim.x) {
+    const int head = i / p.head_dim;
+    const size_t at =
+        ((size_t(page) * p.kv_heads + head) * p.page_size + token % p.page_size) * p.head_dim +
+        i % p.head_dim;
+    store(pages, at, normal(at, seed), p.fp8_cache);
+  }
+}
+
+// Attention of one row a block, in float64, by its definition.
+struct Reference {
+  Problem p;
+  const void* q;
+  const void* k;
+  const void* v;
+  const int* table;
+  const int* lengths;
+  const float* q_scale;
+  const float* k_scale;
+  const float* v_scale;
+  const float* sinks;
+  double* out;
+  double* lse;
+  double* weights;  // [rows, longest]
+  int longest;
+};
+
+static __global__ void reference_rows(Reference r) {
+  const Problem& p = r.p;
+  __shared__ double query[256];
+  __shared__ double largest;
+  __shared__ double total;
+  const int q_heads = p.group * p.kv_heads;
+  const int row = static_cast<int>(blockIdx.x);  // of [B, S, Hq]
+  const int sequence = row / (p.q_len * q_heads);
+  const int head = row % q_heads / p.group;
+  if (threadIdx.x == 0) {
+    float amax = 0;
+    for (int d = 0; d < p.head_dim; ++d) {
+      amax = fmaxf(amax, fabsf(load(r.q, size_t(row) * p.head_dim + d, p.fp8_query)));
+    }
+    const bool quantizes = p.fp8_cache && !p.fp8_query;
+    float scale = amax * (1.0f / 448.0f);
+    if (scale < 0x1p-126f) scale = 1;
+    const float reciprocal = 1.0f / scale;
+    for (int d = 0; d < p.head_dim; ++d) {
+      const float value = load(r.q, size_t(row) * p.head_dim + d, p.fp8_query);
+      query[d] = value;
+      if (quantizes) query[d] = double(float(__nv_fp8_e4m3(value * reciprocal))) * double(scale);
+      if (p.fp8_query) query[d] = double(value) * double(r.q_scale[row]);
+    }
+  }
+  __syncthreads();
+  const int length = max(r.lengths[sequence], 0);
+  const int position = length - p.q_len + row / q_heads % p.q_len;
+  const auto place = [&](int token) -> int64_t {  // of a token and head; negative: hidden
+    if (token > position || (p.window > 0 && position - token >= p.window)) return -1;
+    const int page = r.table[int64_t{sequence} * p.table_width + token / p.page_size];
+    if (page < 0 || page >= p.pages) return -1;
+    return (int64_t{page} * p.kv_heads + head) * p.page_size + token % p.page_size;
+  };
+  double* const weights = r.weights + size_t(row) * r.longest;
+  for (int t = threadIdx.x; t < length; t += blockDim.x) {
+    const int64_t at = place(t);
+    weights[t] = -INFINITY;
+    if (at < 0) continue;
+    double score = 0;
+    for (int d = 0; d < p.head_dim; ++d) {
+      score += query[d] * double(load(r.k, at * p.head_dim + d, p.fp8_cache));
+    }
+    if (p.k_scale == ScaleKind::kTensor) score *= r.k_scale[0];
+    if (p.k_scale == ScaleKind::kHead) score *= r.k_scale[head];
+    if (p.k_scale == ScaleKind::kToken) score *= r.k_scale[at];
+    score *= p.scale;
+    if (p.cap > 0) score = p.cap * tanh(score / p.cap);
+    weights[t] = score;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const double sink = r.sinks == nullptr ? -INFINITY : double(r.sinks[row % q_heads]);
+    double top = -INFINITY;
+    for (int t = 0; t < length; ++t) top = fmax(top, weights[t]);
+    const bool seen = top > -INFINITY;
+    top = fmax(top, sink);
+    double sum = seen && r.sinks != nullptr ? exp(sink - top) : 0;
+    for (int t = 0; seen && t < length; ++t) sum += exp(weights[t] - top);
+    largest = top;
+    total = seen ? sum : 0;
+    r.lse[row] = seen ? top + log(sum) : -INFINITY;
+  }
+  __syncthreads();
+  double value_scale = 1;
+  if (p.v_scale == ScaleKind::kTensor) value_scale = r.v_scale[0];
+  if (p.v_scale == ScaleKind::kHead) value_scale = r.v_scale[head];
+  for (int d = threadIdx.x; d < p.head_dim; d += blockDim.x) {
+    double sum = 0;
+    for (int t = 0; total > 0 && t < length; ++t) {
+      const int64_t at = place(t);
+      if (at < 0) continue;
+      sum += exp(weights[t] - largest) * double(load(r.v, at * p.head_dim + d, p.fp8_cache));
+    }
+    r.out[size_t(row) * p.head_dim + d] = total > 0 ? sum * value_scale / total : 0;
+  }
+}
+
+struct Schedule {
+  std::vector<int> pair;
+  std::vector<int> tile;
+  std::vector<int> last;
+};
+
+struct Costs {
+  int task = decode_schedule::kTaskCost;
+  int floor = decode_schedule::kMinCtaCost;  // of a CTA
+};
+
+// The schedule by its definition, for axes that fit int32 (then no cost is rounded).
+inline Schedule schedule_on_host(const decode_schedule::Problem& p, const std::vector<int>& lengths,
+                                 const Costs& costs) {
+  using decode_schedule::kTileCost;
+  std::vector<int64_t> ends;  // of the pairs, on the cost axis
+  std::vector<int> tiles;
+  int64_t end = 0;
+  for (const int length : lengths) {
+    const int count = decode_schedule::count_tiles(std::max(length, 0), p.q_len, p.window);
+    for (int head = 0; head < p.kv_heads; ++head) {
+      end += count > 0 ? count * kTileCost + costs.task : decode_schedule::kEmptyCost;
+      ends.push_back(end);
+      tiles.push_back(count);
+    }
+  }
+  const int64_t working = std::clamp<int64_t>(end / costs.floor, 1, p.num_ctas);
+  Schedule s;
+  for (int64_t i = 0; i <= p.num_ctas; ++i) {
+    const int64_t index = std::min(i, working);
+    const int64_t cut = index * (end / working) + std::min(index, end % working);
+    auto pair = std::upper_bound(ends.begin(), ends.end(), cut) - ends.begin();
+    int tile = 0;
+    if (pair < std::ssize(ends)) {
+      const int64_t within = cut - (pair > 0 ? ends[pair - 1] : 0);
+      const int64_t nearest = (within - costs.task + kTileCost / 2) >> 3;
+      tile = static_cast<int>(std::clamp<int64_t>(nearest, 0, tiles[pair]));
+      if (tile == tiles[pair] && tile > 0) ++pair, tile = 0;
+    }
+    s.pair.push_back(static_cast<int>(pair));
+    s.tile.push_back(tile);
+  }
+  for (int i = 0; i < p.num_ctas; ++i) {
+    const bool starts = s.pair[i] < s.pair[i + 1] || s.tile[i] == 0;
+    const auto after = std::upper_bound(s.pair.begin(), s.pair.end(), s.pair[i + 1]);
+    s.last.push_back(s.tile[i + 1] > 0 && starts ? static_cast<int>(after - s.pair.begin()) - 1
+                                                 : -1);
+  }
+  return s;
+}
+
+// The recorded baselines' batches.
+struct Mix {
+  const char* name;
+  std::vector<std::pair<int, int>> groups;  // sequences, tokens of each
+};
+
+inline const std::vector<Mix>& mixes() {
+  constexpr int k = 1024;
+  static const std::vector<Mix> all = {{"64x512", {{64, 512}}},
+                                       {"64x4K", {{64, 4 * k}}},
+                                       {"32x128+32x4K", {{32, 128}, {32, 4 * k}}},
+                                       {"1x16K+15x64", {{1, 16 * k}, {15, 64}}},
+                                       {"1x64K+7x4K", {{1, 64 * k}, {7, 4 * k}}},
+                                       {"1x64K+15x4K", {{1, 64 * k}, {15, 4 * k}}},
+                                       {"1x64K+31x4K", {{1, 64 * k}, {31, 4 * k}}},
+                                       {"1x128K+31x4K", {{1, 128 * k}, {31, 4 * k}}},
+                                       {"2x32K+30x4K", {{2, 32 * k}, {30, 4 * k}}}};
+  return all;
+}
+
+}  // namespace jax_hpc::tests
