@@ -12,6 +12,7 @@ from jax_hpc import _registry
 from jax_hpc.decode import DecodeState, make_decode_loop, params_of
 from jax_hpc.ops.decode_attention import decode_attention, decode_schedule, heuristics
 from jax_hpc.ops.decode_attention.heuristics import Cut
+from jax_hpc.ops.decode_attention.schedule import heuristics as schedule_heuristics
 from tests.support import tiny_models
 from tests.support.attention_truth import BF16, E4M3
 
@@ -41,10 +42,20 @@ def lower(call: Any, args: Any, **arrays: Any) -> str:
 def _as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_registry, "unusable_reason", lambda: None)
     monkeypatch.setattr(heuristics, "num_sms", lambda: 132)
+    monkeypatch.setattr(schedule_heuristics, "AUTO_TAKES_KERNELS", True)
 
 
 def attributes(text: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+) = (true|false|-?[\d.e+-]+)(?: : \w+)?", text))
+
+
+def test_auto_takes_what_has_run_within_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    for takes in (True, False):
+        monkeypatch.setattr(schedule_heuristics, "AUTO_TAKES_KERNELS", takes)
+        for implementation, is_kernel in (("auto", takes), ("cuda", True)):
+            call = functools.partial(decode_attention, implementation=implementation)
+            assert ("decode_attention" in lower(call, arguments())) == is_kernel
+            jax.clear_caches()  # or JAX gives the program that it has
 
 
 def test_call_with_everything() -> None:

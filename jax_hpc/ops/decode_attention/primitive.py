@@ -10,7 +10,7 @@ import numpy as np
 from jax_hpc._primitive import Fold, Kernel, Operator
 from jax_hpc.fp8 import E4M3
 from jax_hpc.ops.decode_attention import heuristics, reference, xla
-from jax_hpc.ops.decode_attention.schedule.heuristics import MAX_BATCH
+from jax_hpc.ops.decode_attention.schedule import heuristics as schedule_heuristics
 from jax_hpc.ops.decode_attention.signature import Operands, Params, shape_rule
 
 _HEAD_DIMS = (64, 128)
@@ -36,8 +36,8 @@ def _unsupported(operands: Operands, params: Params) -> str | None:
         return f"S * Hq / Hkv must be at most {_MOST_ROWS}, got {rows}"
     cut = _cut(operands, params)
     makes_schedule = operands.schedule is None and cut.splits == 0
-    if makes_schedule and batch > MAX_BATCH:
-        return f"B must be at most {MAX_BATCH}, got {batch}"
+    if makes_schedule and batch > schedule_heuristics.MAX_BATCH:
+        return f"B must be at most {schedule_heuristics.MAX_BATCH}, got {batch}"
     slots = heuristics.workspace_slots(cut, batch=batch, num_kv_heads=num_kv_heads)
     if max(num_pages * num_kv_heads, batch * num_kv_heads, slots) > _MOST:
         return f"P * Hkv, B * Hkv and num_splits * B * Hkv must be at most {_MOST}"
@@ -98,6 +98,7 @@ KERNEL = Kernel(
     unsupported=_unsupported,
     attributes=_attributes,
     workspaces=_workspaces,
+    preferred=lambda operands, params: schedule_heuristics.AUTO_TAKES_KERNELS,
 )
 
 OPERATOR = Operator(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jax_hpc._primitive import Kernel, Operator
-from jax_hpc.ops.decode_attention.schedule import reference
+from jax_hpc.ops.decode_attention.schedule import heuristics, reference
 from jax_hpc.ops.decode_attention.schedule.signature import Operands, Params, shape_rule
 
 
@@ -26,7 +26,10 @@ def _attributes(operands: Operands, params: Params) -> Mapping[str, Any]:
 
 
 KERNEL = Kernel(
-    target="jax_hpc.decode_schedule.v1", unsupported=_unsupported, attributes=_attributes
+    target="jax_hpc.decode_schedule.v1",
+    unsupported=_unsupported,
+    attributes=_attributes,
+    preferred=lambda operands, params: heuristics.AUTO_TAKES_KERNELS,
 )
 
 OPERATOR = Operator(
