@@ -115,19 +115,29 @@ std::string fault_of(const Problem& p, const Truth& truth, const int32_t* ids, c
   for (int i = 0; i < o.k && truth.alive; ++i) sum += truth.scores[want[i]];
   const double factor = !truth.alive ? 0 : o.scale / (o.renormalize ? sum + 1e-20 : 1);
   const double slack = (40 + p.experts / 128.0) * std::ldexp(1, -23);
+  const auto is_close = [&](int a, int b) {
+    return std::abs(truth.keys[a] - truth.keys[b]) <= 2 * truth.slack;
+  };
   std::vector<bool> seen(p.experts);
   for (int i = 0; i < o.k; ++i) {
     const bool is_zero = ids[i] == -1;
     if (is_zero ? o.num_zero_experts == 0 : ids[i] < 0 || ids[i] >= first_zero) return "range";
-    // A zero expert's id is not told: the expected one, where that is a zero expert.
-    if (is_zero != (want[i] >= first_zero) && !truth.alive) return "dead row";
-    const int id = is_zero ? std::max(want[i], first_zero) : ids[i];
+    if (is_zero != (want[i] >= first_zero)) {
+      if (!truth.alive) return "dead row";
+      // Of keys that are as good as equal either may come first, and all weights follow from it.
+      const bool is_open = (i > 0 && is_close(want[i], want[i - 1])) ||
+                           (i + 1 < p.experts && is_close(want[i], want[i + 1]));
+      return is_open ? "" : "choice " + std::to_string(i) + ": zero expert or not";
+    }
+    // A zero expert's id is not told.
+    const int id = is_zero ? want[i] : ids[i];
     if (!is_zero && seen[id]) return "twice";
     seen[id] = true;
     if (!truth.alive && !is_zero && id != want[i]) return "dead row";
     const double score = truth.alive ? truth.scores[id] : 0;
-    if (truth.alive && !is_zero &&
-        std::abs(truth.keys[id] - truth.keys[want[i]]) > 2 * truth.slack) {
+    const bool is_tie = truth.alive && truth.keys[id] == truth.keys[want[i]];
+    if (is_tie && !is_zero && id != want[i]) return "tie " + std::to_string(i);
+    if (truth.alive && !is_zero && !is_close(id, want[i])) {
       return "choice " + std::to_string(i) + ": " + std::to_string(id) + " for " +
              std::to_string(want[i]);
     }
