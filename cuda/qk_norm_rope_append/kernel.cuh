@@ -116,13 +116,15 @@ __device__ __forceinline__ void write_fp8(Target target, Places at, int place,
   write(head + at.second, x + kChunk, target.factor);
 }
 
+constexpr int kMostThreads = 32 * kMostWarps;
+// 24 KB of qkv under way on an SM, or 20 where scales need the registers.
+constexpr int ctas_of_sm(bool quantizes) { return quantizes ? 5 : 6; }
+
 // kQuantizes: some of q, k and v are fp8.
 template <int kHeadDim, bool kQuantizes, class Rotation>
-__global__ __launch_bounds__(kMostWarps *
-                             32) void prologue_kernel(const __grid_constant__ Problem p,
-                                                      const __grid_constant__ Arrays a,
-                                                      const __grid_constant__ Config config,
-                                                      const __grid_constant__ Divisor page_size) {
+__global__ __launch_bounds__(kMostThreads, ctas_of_sm(kQuantizes)) void prologue_kernel(
+    const __grid_constant__ Problem p, const __grid_constant__ Arrays a,
+    const __grid_constant__ Config config, const __grid_constant__ Divisor page_size) {
   constexpr int kLanes = lanes_of_head(kHeadDim);
   constexpr int kHeads = heads_of_warp(kHeadDim);
   const int warp = threadIdx.x / 32;

@@ -18,20 +18,17 @@ cudaError_t launch_with(const Problem& p, const Config& config, const Arrays& ar
                          config, Divisor(p.page_size));
 }
 
-template <int kHeadDim, bool kQuantizes>
-cudaError_t launch_of(const Problem& p, const Config& config, const Arrays& arrays,
-                      cudaStream_t stream) {
-  if (p.rotary % (2 * kChunk) == 0) {
-    return launch_with<kHeadDim, kQuantizes, ChunkRotation<kHeadDim>>(p, config, arrays, stream);
-  }
-  return launch_with<kHeadDim, kQuantizes, AnyRotation<kHeadDim>>(p, config, arrays, stream);
-}
-
 template <int kHeadDim>
 cudaError_t launch_head(const Problem& p, const Config& config, const Arrays& arrays,
                         cudaStream_t stream) {
-  return p.fp8_q || p.fp8_k || p.fp8_v ? launch_of<kHeadDim, true>(p, config, arrays, stream)
-                                       : launch_of<kHeadDim, false>(p, config, arrays, stream);
+  using Vector = ChunkRotation<kHeadDim>;
+  // The instance that can quantise serves all rare rotary widths.
+  if (p.rotary % (2 * kChunk) != 0) {
+    return launch_with<kHeadDim, true, AnyRotation<kHeadDim>>(p, config, arrays, stream);
+  }
+  return p.fp8_q || p.fp8_k || p.fp8_v
+             ? launch_with<kHeadDim, true, Vector>(p, config, arrays, stream)
+             : launch_with<kHeadDim, false, Vector>(p, config, arrays, stream);
 }
 
 }  // namespace

@@ -65,9 +65,19 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// A pointer that was chosen among several is of no known memory to the compiler.
+__device__ __forceinline__ void store(void* to, const uint4& v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ void store(void* to, const uint2& v) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(v.x), "r"(v.y) : "memory");
+}
+
 __device__ __forceinline__ void write(__nv_bfloat16* to, const float* v) {
-  *reinterpret_cast<uint4*>(to) = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
-                                   pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
+  store(to, uint4{pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
+                  pack_bf16(v[6], v[7])});
 }
 
 // jax_hpc/fp8.py: nearest, ties to even, clamped to +-448; NaN stays NaN.
@@ -79,7 +89,7 @@ __device__ __forceinline__ uint32_t pack_fp8(const float* v, float factor) {
 }
 
 __device__ __forceinline__ void write(__nv_fp8_e4m3* to, const float* v, float factor) {
-  *reinterpret_cast<uint2*>(to) = {pack_fp8(v, factor), pack_fp8(v + 4, factor)};
+  store(to, uint2{pack_fp8(v, factor), pack_fp8(v + 4, factor)});
 }
 
 // The scale of a row whose largest magnitude is `most`, as fp8.amax_scale.
