@@ -6,7 +6,7 @@
 
 namespace jax_hpc::qk_norm_rope_append {
 
-enum class Norm : int32_t { kNone, kBeforeRope, kAfterRope };
+enum class Norm : int32_t { kBeforeRope, kAfterRope, kNone };
 enum class Style : int32_t { kHalf, kInterleaved };
 enum class Weight : int32_t { kNone, kBf16, kFloat };
 enum class Scale : int32_t { kNone, kTensor, kHead };
@@ -54,7 +54,7 @@ struct Config {
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
-  constexpr const char* kNorms[] = {"none", "before", "after"};
+  constexpr const char* kNorms[] = {"before", "after", "none"};
   out << "qk_norm_rope_append T=" << p.tokens << " Hq=" << p.q_heads << " Hkv=" << p.kv_heads
       << " D=" << p.head_dim << " R=" << p.rotary << " N=" << p.page_size
       << (p.options.style == Style::kHalf ? " half" : " interleaved")
