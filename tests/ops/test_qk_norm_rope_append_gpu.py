@@ -129,7 +129,10 @@ def assert_stored(got: Any, values: np.ndarray, scale: Any, args: Any, pages: st
 def check(setup: Setup, args: dict[str, Any], got: PrologueOut) -> None:
     host = {k: None if v is None else np.asarray(v).astype(np.float64) for k, v in args.items()}
     want = prologue_truth.prologue(
-        *(host[name] for name in ("qkv", "q_norm", "k_norm", "cos_sin")),
+        np.asarray(host["qkv"]),
+        host["q_norm"],
+        host["k_norm"],
+        np.asarray(host["cos_sin"]),
         np.asarray(args["positions"]),
         setup.kv_heads,
         setup.head_dim,
@@ -142,7 +145,7 @@ def check(setup: Setup, args: dict[str, Any], got: PrologueOut) -> None:
         q_scale = np.abs(want.q).max(axis=2, keepdims=True) / 448
         assert_close(got.q_scale, q_scale[..., 0], rtol=1e-5)
     assert_stored(got.q, want.q, q_scale, args, None)
-    scales = {name: host.get(f"{name}_scale", np.ones(())) for name in ("k", "v")}
+    scales = {name: np.asarray(host.get(f"{name}_scale", 1.0)) for name in ("k", "v")}
     scales = {name: scale[:, None] if scale.ndim else scale for name, scale in scales.items()}
     if setup.k_scale == "token":
         scales["k"] = np.abs(want.k).max(axis=2, keepdims=True) / 448
