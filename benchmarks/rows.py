@@ -27,6 +27,8 @@ MODULES: Mapping[str, str] = {
     "router": "benchmarks.router",
     "decode-bf16": "benchmarks.decode",
     "decode-fp8": "benchmarks.decode",
+    "prologue-bf16": "benchmarks.prologue",
+    "prologue-fp8": "benchmarks.prologue",
 }
 """The module of each op that can be measured; its BENCHMARKS has it by name."""
 OPTIONS = ("terms", "format")

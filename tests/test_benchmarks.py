@@ -5,9 +5,10 @@ import re
 import threading
 
 import jax
+import numpy as np
 import pytest
 
-from benchmarks import report, results, rows, runner
+from benchmarks import report, results, rows, runner, timing
 from benchmarks.router import BENCHMARK, num_bytes
 from jax_hpc import _registry
 
@@ -46,6 +47,29 @@ def test_decode_workloads_trace(op, impl, monkeypatch):
     assert (out.shape, out.dtype.name) == (q.shape, "bfloat16") and left == ()
     assert k_pages.shape == (271, 1, 64, 128) and schedule.batch == 16
     assert len(scales) == (3 if op == "decode-fp8" else 0)
+
+
+def test_prologue_floors_are_those_of_the_baselines():
+    op = "prologue-bf16"
+    recorded = [r for r in results.read_rows(results.BASELINES) if r["op"] == op]
+    benchmark = rows.load(op)
+    assert [rows.case_of(row) for row in recorded] == benchmark.cases
+    for row in recorded:
+        ours = benchmark.row(rows.case_of(row), "cuda")
+        assert abs(ours["floor_us"] - row["floor_us"]) < 0.011, (row, ours)
+
+
+@pytest.mark.parametrize("op", ["prologue-bf16", "prologue-fp8"])
+@pytest.mark.parametrize("tokens", [64, 1024])
+def test_prologue_writes_every_token_of_the_caches_it_carries(op, tokens):
+    workload = rows.load(op).workload({"heads": "tp8", "T": tokens}, "xla")
+    operands, state = jax.jit(workload.make)(jax.random.key(0))
+    results, caches = jax.jit(workload.call)(operands, state)
+    for before, after in zip(state, caches, strict=True):
+        assert (after.shape, after.dtype) == (before.shape, before.dtype)
+        before, after = (np.asarray(x, np.float32).reshape(-1, 128) for x in (before, after))
+        assert (before != after).any(axis=1).sum() == tokens
+    timing.check_results([results])
 
 
 def test_practical_floor_is_what_was_measured():

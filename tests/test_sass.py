@@ -23,6 +23,7 @@ EXPECTED = {
     "attention_kernel": ("HMMA.16816.F32", "LDSM.16.MT88.4", "MOVM.16.MT88", "UTMALDG.4D"),
     "combine_kernel": ("ACQBULK",),  # overlap
     "schedule_kernel": ("ACQBULK",),
+    "prologue_kernel": ("LDG.E.EF.128", "STG.E.128", "MUFU.RSQ"),  # 16 bytes at a time
     "probe_kernel": (),
 }
 # Kernel, of some template arguments (as mangled) -> what these instances need as well.
@@ -30,9 +31,14 @@ EXPECTED_OF_INSTANCES = {
     ("tiled_kernel", "ELi128EE"): ("USETMAXREG",),  # 128 tokens: registers change hands
     # Rows that are 16-byte aligned are read by asynchronous copies.
     ("stream_kernel", "Lb1E"): ("LDGSTS",),
+    ("prologue_kernel", "Lb1E"): ("F2FP.SATFINITE.E4M3", "FMNMX.NAN", "STG.E.64"),
 }
 # What none of a kernel's code may hold: a fence of all memory costs as much as these kernels gain.
-FORBIDDEN = {"tiled_kernel": ("MEMBAR",), "stream_kernel": ("MEMBAR",)}
+FORBIDDEN = {
+    "tiled_kernel": ("MEMBAR",),
+    "stream_kernel": ("MEMBAR",),
+    "prologue_kernel": ("LDL", "STL", "BAR.SYNC", " ST.E"),  # stores of no known memory
+}
 # Bytes of stack that an instance may have, where ptxas runs out of registers for a few values.
 STACK = {
     # Sums of 128 dimensions and 16 rows a warp, three warps a quarter of an SM: 168 registers.

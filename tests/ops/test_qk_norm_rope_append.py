@@ -370,7 +370,7 @@ def test_refuses(setup, change, error, words, rng) -> None:
 
 def test_refuses_a_kernel_and_a_gradient(rng) -> None:
     args = arguments(F32, rng)
-    with pytest.raises(NotImplementedError, match="qk_norm_rope_append: no CUDA kernel"):
+    with pytest.raises(NotImplementedError, match="qkv must be bfloat16, got float32"):
         qk_norm_rope_append(**args, implementation="cuda")
     qkv = args.pop("qkv")
     with pytest.raises(NotImplementedError, match="qk_norm_rope_append cannot be differentiated"):

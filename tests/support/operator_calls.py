@@ -22,6 +22,7 @@ class Call:
     independent parts.
     float_x: whether x is real-valued, so that a gradient can be asked for.
     launches: kernels of one call, where it takes the kernel.
+    in_place: it writes into rest, which XLA copies wherever a program does not donate it.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Call:
     out_spec: Any
     float_x: bool = True
     launches: int = 1
+    in_place: bool = False
 
 
 def _array(rng: np.random.Generator, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
@@ -175,26 +177,29 @@ def _decode_schedule(rng: np.random.Generator) -> Call:
     return Call("decode_schedule", run, lens, (), P("t"), (), P("t"), float_x=False)
 
 
-def _qk_norm_rope_append(rng: np.random.Generator) -> Call:
-    k, v = _pages(rng, 4)
-    norm = _array(rng, 16)
-    table = jnp.asarray(jax_hpc.rope_table(32, 16, 1e4))
+def _qk_norm_rope_append(
+    rng: np.random.Generator, dim: int = 16, dtype: Any = jnp.float32, **options: Any
+) -> Call:
+    k, v = _pages(rng, 4, dim, dtype)
+    norm = _array(rng, dim)
+    table = jnp.asarray(jax_hpc.rope_table(32, dim, 1e4))
     # Heads are split over four ranks, each rank's rows being q q k v.
     rest = (norm, norm, table, _integers([0, 31, 5]), _integers([17, -1, 40]), k, v)
 
     def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
-        out = jax_hpc.qk_norm_rope_append(x, *rest, implementation=implementation)
+        out = jax_hpc.qk_norm_rope_append(x, *rest, **options, implementation=implementation)
         return out.q, out.k_pages, out.v_pages
 
     heads = P(None, "t")
     return Call(
         "qk_norm_rope_append",
         run,
-        _array(rng, 3, (8 + 2 * 4) * 16),
+        _array(rng, 3, (8 + 2 * 4) * dim),
         rest,
         heads,
         (P(), P(), P(), P(), P(), heads, heads),
         (heads, heads, heads),
+        in_place=True,
     )
 
 
@@ -243,6 +248,12 @@ _PATHS = {
         "fp8 cache": _fp8_decode_attention,
         "four splits": functools.partial(_decode_attention_kernel, launches=2, num_splits=4),
         "uncut": functools.partial(_decode_attention_kernel, launches=1, num_splits=1),
+    },
+    "qk_norm_rope_append": {
+        "bf16 cache": functools.partial(_qk_norm_rope_append, dim=64, dtype=jnp.bfloat16),
+        "fp8": functools.partial(
+            _qk_norm_rope_append, dim=128, dtype=jnp.float8_e4m3fn, quantize_q=True
+        ),
     },
     "route_topk": _paths_of(
         _route_topk,

@@ -24,5 +24,7 @@ CASES = (
     Case("hy3-tp1", 64, 8, 128, _HY3),
     Case("hy3-tp8", 8, 1, 128, _HY3),
 )
+BASELINE_HEADS = {"tp8": "hy3-tp8", "tp1": "hy3-tp1"}
+"""Names of the recorded baselines' head counts, and whose they are."""
 TOKENS = (1, 64, 1024, 8192)
 """Row counts of the recorded baselines."""

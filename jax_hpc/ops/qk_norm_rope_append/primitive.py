@@ -1,13 +1,75 @@
 """qk_norm_rope_append as a JAX primitive."""
 
-from jax_hpc._primitive import Fold, Operator
-from jax_hpc.ops.qk_norm_rope_append import reference
-from jax_hpc.ops.qk_norm_rope_append.signature import shape_rule
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_hpc._primitive import Fold, Kernel, Operator
+from jax_hpc.fp8 import E4M3
+from jax_hpc.ops.qk_norm_rope_append import heuristics, reference
+from jax_hpc.ops.qk_norm_rope_append.signature import (
+    NORMS,
+    ROPE_STYLES,
+    Operands,
+    Params,
+    shape_rule,
+)
+
+_HEAD_DIMS = (64, 128, 256)
+_MOST_TOKENS = 2**31 - 2**10
+"""The kernel counts in 32-bit integers and rounds up to whole CTAs."""
+_OPTIONAL = ("q_norm", "k_norm", "k_scale", "v_scale", "k_scale_pages")
+"""Operands that may be absent, in the order in which the handler takes them: after the others."""
+
+
+def _unsupported(operands: Operands, params: Params) -> str | None:
+    del params
+    tokens, head_dim = operands.qkv.shape[0], operands.k_pages.shape[3]
+    if operands.qkv.dtype != jnp.bfloat16:
+        return f"qkv must be bfloat16, got {operands.qkv.dtype.name}"
+    for name, pages in (("k_pages", operands.k_pages), ("v_pages", operands.v_pages)):
+        if pages.dtype not in (jnp.bfloat16, E4M3):
+            return f"{name} must be bfloat16 or float8_e4m3fn, got {pages.dtype.name}"
+    if head_dim not in _HEAD_DIMS:
+        return f"D must be one of {_HEAD_DIMS}, got {head_dim}"
+    if tokens > _MOST_TOKENS:
+        return f"T must be at most {_MOST_TOKENS}, got {tokens}"
+    return None
+
+
+def _inputs(operands: Operands) -> Sequence[Any]:
+    o = operands
+    required = [o.qkv, o.cos_sin, o.positions, o.slots, o.k_pages, o.v_pages]
+    optional = [getattr(o, name) for name in _OPTIONAL]
+    return [*required, *(value for value in optional if value is not None)]
+
+
+def _attributes(operands: Operands, params: Params) -> Mapping[str, Any]:
+    options = {
+        "eps": np.float32(params.eps),
+        "norm": np.int32(NORMS.index(params.norm)),
+        "rope_style": np.int32(ROPE_STYLES.index(params.rope_style)),
+    }
+    given = {name: getattr(operands, name) is not None for name in _OPTIONAL}
+    return {"options": options, "given": given}
+
+
+KERNEL = Kernel(
+    target="jax_hpc.qk_norm_rope_append.v1",
+    unsupported=_unsupported,
+    attributes=_attributes,
+    inputs=_inputs,
+    aliases={name: name for name in ("k_pages", "v_pages", "k_scale_pages")},
+    preferred=lambda operands, params: heuristics.AUTO_TAKES_KERNEL,
+)
 
 OPERATOR = Operator(
     "qk_norm_rope_append",
     shape_rule=shape_rule,
     reference=reference.qk_norm_rope_append,
+    kernel=KERNEL,
     fold=Fold(frozenset({"qkv", "positions", "slots"}), frozenset({"q", "q_scale"})),
     gradient="it writes a cache in place and serves inference; train with plain attention",
 )
