@@ -2,29 +2,12 @@
 
 #include <algorithm>
 
+#include "common/tensor_map.h"
+
 namespace jax_hpc::decode_attention {
-namespace {
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// By name, so that the library need not be linked to libcuda.
-cudaError_t find_encode(Encode* encode) {
-  constexpr unsigned kIntroducedIn = 12000;
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t status = cudaGetDriverEntryPointByVersion(
-      "cuTensorMapEncodeTiled", &function, kIntroducedIn, cudaEnableDefault, &found);
-  if (status != cudaSuccess) return status;
-  if (found != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
-  *encode = reinterpret_cast<Encode>(function);
-  return cudaSuccess;
-}
-
-}  // namespace
-
 cudaError_t make_page_map(const Problem& p, const void* pages, CUtensorMap* map) {
-  Encode encode = nullptr;
-  if (const cudaError_t status = find_encode(&encode); status != cudaSuccess) return status;
+  const TensorMapEncoder& encoder = tensor_map_encoder();
+  if (encoder.status != cudaSuccess) return encoder.status;
   constexpr int kWidestRow = 128;  // bytes of a row in shared memory
   const int element = p.fp8_cache ? 1 : 2;
   const int token_bytes = p.head_dim * element;
@@ -40,12 +23,12 @@ cudaError_t make_page_map(const Problem& p, const void* pages, CUtensorMap* map)
                              static_cast<cuuint32_t>(std::min(p.page_size, kTileTokens)),
                              static_cast<cuuint32_t>(extent[2]), 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
-  const CUresult result =
-      encode(map, p.fp8_cache ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-             const_cast<void*>(pages), extent, strides, box, element_strides,
-             CU_TENSOR_MAP_INTERLEAVE_NONE,
-             row_bytes == kWidestRow ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encoder.encode(
+      map, p.fp8_cache ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
+      const_cast<void*>(pages), extent, strides, box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      row_bytes == kWidestRow ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -7,6 +7,7 @@
 
 #include "decode_attention/launch.h"
 #include "decode_schedule/launch.h"
+#include "ffi/buffer_reader.h"
 #include "ffi/status.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -48,55 +49,24 @@ using Table = ffi::Buffer<ffi::S32, 2>;
 using Lengths = ffi::Buffer<ffi::S32, 1>;
 using Output = ffi::Buffer<ffi::BF16, 4>;
 
-// Takes the optional buffers one by one; remembers whether one did not fit.
-class Optional {
+class Optional : public jax_hpc::BufferReader {
  public:
-  Optional(ffi::RemainingArgs arguments, ffi::RemainingRets results)
-      : arguments_(arguments), results_(results) {}
+  using BufferReader::BufferReader;
 
-  const void* argument(ffi::DataType type, int64_t count) {
-    const auto buffer = arguments_.get<ffi::AnyBuffer>(next_argument_++);
-    return buffer.has_value() ? checked(*buffer, type, count) : missing();
-  }
   // Any count; its rank tells what kind of scale it is.
   const void* scale(attention::ScaleKind* kind) {
-    const auto buffer = arguments_.get<ffi::AnyBuffer>(next_argument_++);
+    const MaybeBuffer buffer = next_argument();
     if (!buffer.has_value()) return missing();
     using attention::ScaleKind;
     const size_t rank = buffer->dimensions().size();
     *kind = rank == 0 ? ScaleKind::kTensor : rank == 1 ? ScaleKind::kHead : ScaleKind::kToken;
-    return checked(*buffer, ffi::F32, static_cast<int64_t>(buffer->element_count()));
+    return fitting(buffer, ffi::F32, static_cast<int64_t>(buffer->element_count()));
   }
-  // At least `count` elements.
-  void* result(ffi::DataType type, int64_t count) {
-    const auto buffer = results_.get<ffi::AnyBuffer>(next_result_++);
-    if (!buffer.has_value()) return missing();
-    ffi::AnyBuffer value = **buffer;
-    const bool fits =
-        value.element_type() == type && static_cast<int64_t>(value.element_count()) >= count;
-    return fits ? value.untyped_data() : missing();
+  void* result_of_at_least(ffi::DataType type, int64_t count) {
+    const MaybeBuffer buffer = next_result();
+    const int64_t size = buffer.has_value() ? static_cast<int64_t>(buffer->element_count()) : 0;
+    return size < count ? missing() : fitting(buffer, type, size);
   }
-
-  bool fit() const {
-    return fits_ && next_argument_ == arguments_.size() && next_result_ == results_.size();
-  }
-
- private:
-  void* missing() {
-    fits_ = false;
-    return nullptr;
-  }
-  void* checked(ffi::AnyBuffer buffer, ffi::DataType type, int64_t count) {
-    const bool fits =
-        buffer.element_type() == type && static_cast<int64_t>(buffer.element_count()) == count;
-    return fits ? buffer.untyped_data() : missing();
-  }
-
-  ffi::RemainingArgs arguments_;
-  ffi::RemainingRets results_;
-  size_t next_argument_ = 0;
-  size_t next_result_ = 0;
-  bool fits_ = true;
 };
 
 ffi::Error refuse(const char* what) {
@@ -166,15 +136,16 @@ ffi::Error run(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pages,
   if (options.has_q_scale) b.q_scale = floats(optional.argument(ffi::F32, rows));
   if (options.has_k_scale) b.k_scale = floats(optional.scale(&p.k_scale));
   if (options.has_v_scale) b.v_scale = floats(optional.scale(&p.v_scale));
-  if (options.return_lse) b.lse = static_cast<float*>(optional.result(ffi::F32, rows));
+  if (options.return_lse) b.lse = static_cast<float*>(optional.result_of_at_least(ffi::F32, rows));
   const int64_t partial_rows = attention::workspace_slots(p, cut) * p.rows();
-  b.partial_out = static_cast<float*>(optional.result(ffi::F32, partial_rows * p.head_dim));
-  b.partial_state = static_cast<float*>(optional.result(ffi::F32, partial_rows * 2));
+  b.partial_out =
+      static_cast<float*>(optional.result_of_at_least(ffi::F32, partial_rows * p.head_dim));
+  b.partial_state = static_cast<float*>(optional.result_of_at_least(ffi::F32, partial_rows * 2));
   const bool makes_schedule = !options.has_schedule && options.num_splits == 0;
   int* made[3] = {};
   if (makes_schedule) {
     for (int i = 0; i < 3; ++i) {
-      made[i] = static_cast<int*>(optional.result(ffi::S32, num_ctas + (i < 2)));
+      made[i] = static_cast<int*>(optional.result_of_at_least(ffi::S32, num_ctas + (i < 2)));
     }
     b.span_pair = made[0];
     b.span_tile = made[1];

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 
+#include "ffi/buffer_reader.h"
 #include "ffi/status.h"
 #include "qk_norm_rope_append/heuristics.h"
 #include "qk_norm_rope_append/launch.h"
@@ -45,68 +46,38 @@ using Tokens = ffi::BufferR1<ffi::S32>;
 
 bool is_stored(ffi::DataType type) { return type == ffi::BF16 || type == ffi::F8E4M3FN; }
 
-// Takes buffers one by one; remembers whether one was missing or did not fit.
-class Taker {
+class Taker : public jax_hpc::BufferReader {
  public:
-  Taker(ffi::RemainingArgs arguments, ffi::RemainingRets results)
-      : arguments_(arguments), results_(results) {}
+  using BufferReader::BufferReader;
 
   const void* weight(bool is_given, int64_t count, prologue::Weight* kind) {
     *kind = prologue::Weight::kNone;
     if (!is_given) return nullptr;
-    const auto buffer = arguments_.get<ffi::AnyBuffer>(next_argument_++);
-    if (!buffer.has_value()) return missing();
-    const bool is_bf16 = buffer->element_type() == ffi::BF16;
+    const MaybeBuffer buffer = next_argument();
+    const bool is_bf16 = buffer.has_value() && buffer->element_type() == ffi::BF16;
     *kind = is_bf16 ? prologue::Weight::kBf16 : prologue::Weight::kFloat;
-    return checked(*buffer, is_bf16 ? ffi::BF16 : ffi::F32, count);
+    return fitting(buffer, is_bf16 ? ffi::BF16 : ffi::F32, count);
   }
   const float* scale(bool is_given, int64_t kv_heads, prologue::Scale* kind) {
     *kind = prologue::Scale::kNone;
     if (!is_given) return nullptr;
-    const auto buffer = arguments_.get<ffi::AnyBuffer>(next_argument_++);
-    if (!buffer.has_value()) return static_cast<float*>(missing());
-    const bool is_one = buffer->dimensions().size() == 0;
+    const MaybeBuffer buffer = next_argument();
+    const bool is_one = buffer.has_value() && buffer->dimensions().size() == 0;
     *kind = is_one ? prologue::Scale::kTensor : prologue::Scale::kHead;
-    return static_cast<float*>(checked(*buffer, ffi::F32, is_one ? 1 : kv_heads));
+    return static_cast<float*>(fitting(buffer, ffi::F32, is_one ? 1 : kv_heads));
   }
-  const void* argument(bool is_given, ffi::DataType type, int64_t count) {
-    if (!is_given) return nullptr;
-    const auto buffer = arguments_.get<ffi::AnyBuffer>(next_argument_++);
-    return buffer.has_value() ? checked(*buffer, type, count) : missing();
-  }
-  void* result(ffi::DataType type, int64_t count) {
-    const auto buffer = results_.get<ffi::AnyBuffer>(next_result_++);
-    return buffer.has_value() ? checked(**buffer, type, count) : missing();
+  const void* argument_if(bool is_given, ffi::DataType type, int64_t count) {
+    return is_given ? argument(type, count) : nullptr;
   }
   // A result that is written in place of an operand.
   void* in_place(ffi::DataType type, int64_t count, const void* operand) {
     void* data = result(type, count);
     return data == operand ? data : missing();
   }
-  bool fit() const {
-    return fits_ && next_argument_ == arguments_.size() && next_result_ == results_.size();
-  }
   ffi::DataType first_result_type() const {
-    const auto buffer = results_.get<ffi::AnyBuffer>(0);
+    const auto buffer = results().get<ffi::AnyBuffer>(0);
     return buffer.has_value() ? (*buffer)->element_type() : ffi::DataType::INVALID;
   }
-
- private:
-  void* missing() {
-    fits_ = false;
-    return nullptr;
-  }
-  void* checked(ffi::AnyBuffer buffer, ffi::DataType type, int64_t count) {
-    const bool fits =
-        buffer.element_type() == type && static_cast<int64_t>(buffer.element_count()) == count;
-    return fits ? buffer.untyped_data() : missing();
-  }
-
-  ffi::RemainingArgs arguments_;
-  ffi::RemainingRets results_;
-  size_t next_argument_ = 0;
-  size_t next_result_ = 0;
-  bool fits_ = true;
 };
 
 ffi::Error refuse(const char* what) {
@@ -158,7 +129,7 @@ ffi::Error run(cudaStream_t stream, Qkv qkv, Table cos_sin, Tokens positions, To
   a.k_scale = take.scale(given.k_scale, p.kv_heads, &p.k_scale);
   a.v_scale = take.scale(given.v_scale, p.kv_heads, &p.v_scale);
   const int64_t rows = int64_t{p.pages} * p.kv_heads * p.page_size;
-  const void* scale_pages = take.argument(given.k_scale_pages, ffi::F32, rows);
+  const void* scale_pages = take.argument_if(given.k_scale_pages, ffi::F32, rows);
 
   p.fp8_q = take.first_result_type() == ffi::F8E4M3FN;
   const int64_t q_rows = tokens * p.q_heads;

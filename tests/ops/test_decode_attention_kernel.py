@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 from jax_hpc import _primitive, _registry
-from jax_hpc.decode import DecodeState, make_decode_loop, params_of
 from jax_hpc.ops.decode_attention import decode_attention, decode_schedule, heuristics
 from jax_hpc.ops.decode_attention.heuristics import Cut
 from jax_hpc.ops.decode_attention.schedule import heuristics as schedule_heuristics
 from jax_hpc.types import FallbackWarning
-from tests.support import tiny_models
 from tests.support.attention_truth import BF16, E4M3
+from tests.support.lowered import decode_loop_text
 
 B, S, HQ, HKV, D, P, N, M = 3, 2, 12, 2, 64, 9, 16, 5
 
@@ -152,13 +151,7 @@ def test_no_kernel_says_why(args: Any, words: str) -> None:
 def test_a_decode_step_makes_one_schedule_for_all_layers(cache_dtype: Any) -> None:
     """In the loop's body, once each: the schedule, and an attention on it for every layer."""
     layers = 3
-    model = tiny_models.qwen3_moe(
-        jnp.bfloat16, num_layers=layers, sparse_layers=(True,) * layers, head_dim=64
-    )
-    state = DecodeState.create(jnp.zeros((2, 4), jnp.int32), jnp.full(2, 64, jnp.int32))
-    cache = model.new_cache(8, 16, cache_dtype)
-    traced = make_decode_loop(model, 4).trace(params_of(model), cache, state)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = decode_loop_text(cache_dtype, layers)
     calls = re.findall(r"(%\S+) = stablehlo\.custom_call @jax_hpc\.(\w+)\.v1\((.*?)\)(.*)", text)
     schedules = [call for call in calls if call[1] == "decode_schedule"]
     attentions = [call for call in calls if call[1] == "decode_attention"]

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 from jax_hpc import _primitive, _registry
-from jax_hpc.decode import DecodeState, make_decode_loop, params_of
 from jax_hpc.fp8 import E4M3
 from jax_hpc.ops.qk_norm_rope_append import heuristics, qk_norm_rope_append
 from jax_hpc.types import FallbackWarning
-from tests.support import tiny_models
+from tests.support.lowered import decode_loop_text
 
 T, HQ, HKV, D, P, N, R, POSITIONS = 5, 4, 2, 64, 9, 16, 32, 100
 CACHE = f"{P}x{HKV}x{N}x{D}"
@@ -163,13 +162,7 @@ def test_a_decode_step_calls_it_once_a_layer(
     """Once "auto" takes it: straight from the projection to pages written in place."""
     monkeypatch.setattr(heuristics, "AUTO_TAKES_KERNEL", True)
     layers = 3
-    model = tiny_models.qwen3_moe(
-        jnp.bfloat16, num_layers=layers, sparse_layers=(True,) * layers, head_dim=64
-    )
-    state = DecodeState.create(jnp.zeros((2, 4), jnp.int32), jnp.full(2, 64, jnp.int32))
-    cache = model.new_cache(8, 16, cache_dtype)
-    traced = make_decode_loop(model, 4).trace(params_of(model), cache, state)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = decode_loop_text(cache_dtype, layers)
     calls = [line for line in text.splitlines() if "@jax_hpc.qk_norm_rope_append" in line]
     assert len(calls) == layers
     first_result = 2 if cache_dtype == E4M3 else 1  # after q, and q's scales

@@ -2,7 +2,7 @@
 
 XLA_UP_TO_TOKENS: tuple[tuple[int, int, int], ...] = ()
 """(hidden, experts, tokens): "auto" takes XLA's form of a router of at least that hidden size and
-at least that many experts up to so many tokens. Empty: no case is known where it is faster."""
+at least that many experts up to so many tokens. Empty: XLA's form has not been measured yet."""
 
 
 def prefers_kernel(*, tokens: int, hidden: int, experts: int) -> bool:
