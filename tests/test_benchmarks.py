@@ -142,21 +142,39 @@ def test_sources_hash(tmp_path):
     def digest():
         return results.sources_hash(("router_gemm",), tmp_path)
 
-    kernel = tmp_path / "cuda" / "router_gemm" / "kernel.cuh"
-    for path in (kernel, tmp_path / "cuda" / "ffi" / "router_gemm.cc"):
+    def write(path, text="one"):
+        path = tmp_path / path
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("one")
+        path.write_text(text)
+
+    write("cuda/router_gemm/kernel.cuh", '#include "common/copies.h"')
+    write("cuda/ffi/router_gemm.cc", '#include "ffi/status.h"')
+    for header in ("common/copies", "common/barriers", "ffi/status"):
+        write(f"cuda/{header}.h", '#include "common/barriers.h"')
     before = digest()
-    unrelated = tmp_path / "jax_hpc" / "ops" / "router_gemm" / "__pycache__" / "api.pyc"
-    unrelated.parent.mkdir(parents=True)
-    unrelated.write_text("bytes")
-    (tmp_path / "cuda" / "ffi" / "other.cc").write_text("other")
-    assert digest() == before
-    kernel.write_text("two")
-    assert digest() != before
-    before = digest()
-    (tmp_path / "cuda" / "ffi" / "status.h").write_text("every handler includes it")
-    assert digest() != before
+    for unrelated in (
+        "jax_hpc/ops/router_gemm/__pycache__/api.pyc",
+        "cuda/ffi/other.cc",
+        "cuda/common/other.cuh",
+    ):
+        write(unrelated)
+        assert digest() == before
+    for mine in (
+        "cuda/router_gemm/kernel.cuh",
+        "cuda/common/barriers.cu",  # what a header two removes away declares
+        "cuda/ffi/status.h",
+        "jax_hpc/ops/router_gemm/api.py",
+    ):
+        before = digest()
+        write(mine, '#include "common/copies.h"\n// changed')
+        assert digest() != before, mine
+
+
+def test_sources_of_every_operator_are_found():
+    for op in ("router", "decode-bf16", "prologue-fp8"):
+        benchmark = rows.load(op)
+        found = {path.name for path in results.sources(benchmark.operators(benchmark.impls[0]))}
+        assert {"status.h", "launch.h", "launch.cu", "primitive.py"} <= found
 
 
 def test_a_row_goes_stale_with_its_own_operators():
