@@ -28,8 +28,8 @@ COLD_BYTES = 200_000_000
 MIN_LAYERS = 32
 """A model has many layers, and a pass has costs of its own: its graph's start, its counter."""
 MOST_LAYERS = 128
-"""XLA compiles every layer. Operands so small that these do not fill the L2 are not weights or long
-caches, but what the step before has just written: they are in it in a model too."""
+"""XLA compiles every layer. Operands so small that these do not fill the L2 are not weights or
+long caches, but what the step before has just written: they are in it in a model too."""
 MOST_BYTES = 32_000_000_000
 """What a pass may take of the device's memory: with larger layers it has fewer of them."""
 FEWEST_LAYERS = 8
