@@ -35,7 +35,7 @@ __device__ __forceinline__ CutPair cut_pair(const Arguments& a, int index) {
   if (a.cut.splits > 0) {
     const Problem& p = a.problem;
     const int length = max(a.kv_lens[index / p.kv_heads], 0);
-    const Pieces pieces(count_tiles(length, p.q_len, p.window), a.cut);
+    const Pieces pieces(count_tiles(length, p.q_len, p.window), a);
     const int64_t first = int64_t{index} * a.cut.splits;
     return {index, pieces.count, first, first + 1, 1};
   }
@@ -101,7 +101,7 @@ struct Merged {
     const int head = pair - sequence * p.kv_heads;
     const Closing closing = close_row(base, total, a.sinks, head * p.group + row % p.group);
     const float weight = closing.weight * value_scale(a, head);
-    const int64_t at = output_row(p, sequence, head, row);
+    const int64_t at = output_row(a, sequence, head, row);
     uint32_t packed[kValues / 2];
     for (int i = 0; i < kValues / 2; ++i) {
       packed[i] = pack_bf16(values[2 * i] * weight, values[2 * i + 1] * weight);

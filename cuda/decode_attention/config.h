@@ -34,6 +34,27 @@ struct Problem {
   __host__ __device__ int rows() const { return q_len * group; }
 };
 
+// Division by a number that the host knows: a product, where the device's own division is 25
+// instructions that no cache holds yet.
+struct Divisor {
+  int value;
+  uint32_t multiplier;
+  int shift;
+
+  static Divisor of(int value) {
+    int shift = 0;
+    while (int64_t{1} << shift < value) ++shift;
+    const uint64_t power = uint64_t{1} << (31 + shift);
+    return {value, static_cast<uint32_t>((power + value - 1) / value), shift};
+  }
+#ifdef __CUDACC__
+  // floor(n / value) of 0 <= n < 2^31.
+  __device__ int divide(int n) const {
+    return static_cast<int>(__umulhi(2 * static_cast<uint32_t>(n), multiplier) >> shift);
+  }
+#endif
+};
+
 // How the keys are cut. Either a schedule of `num_ctas` spans, or `splits` pieces of each pair
 // (sequence, KV head) by its own length alone, each of `min_split_tiles` tiles at least.
 struct Cut {
