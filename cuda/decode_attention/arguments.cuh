@@ -23,7 +23,9 @@ struct Arguments {
   Cut cut;
   Divisor by_heads;   // of pairs by KV heads
   Divisor by_group;   // of rows by query heads of a KV head
+  Divisor by_rows;    // of all pairs' rows by those of one
   Divisor by_splits;  // of pieces by splits
+  float cap_unit;     // what makes a score over the cap the argument of tanh's exponential of 2
   int column_tiles;
   int row_groups;
   int warps;

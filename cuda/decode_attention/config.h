@@ -66,6 +66,7 @@ struct Cut {
 constexpr int kMostRows = 128;
 constexpr int kMostSlots = 24;
 constexpr int kMostWarps = 8;
+constexpr int kMergeKib = 8;  // shared memory of a CTA of the merge, of which 1 is the system's
 
 // Query rows are the columns of the tensor cores' products. A consumer warp holds `column_tiles`
 // times eight of them, and the warps of a CTA share out `row_groups` such blocks; warps of one
@@ -115,8 +116,10 @@ struct Layout {
 };
 
 inline Config choose(const Problem& p) {
-  constexpr int kSharedOfTwo = 113 * 1024;  // bytes of a CTA where two share an SM
-  constexpr int kSharedOfOne = 227 * 1024;
+  // Bytes of a CTA where two share an SM, and where it has one. An SM's 228 KiB, of which each CTA
+  // costs one more, leave a CTA of the merge room beside them: so it starts while they still run.
+  constexpr int kSharedOfTwo = (228 - kMergeKib) / 2 * 1024 - 1024;
+  constexpr int kSharedOfOne = (228 - kMergeKib) * 1024 - 1024;
   Config c{};
   const int rows = p.rows();
   c.column_tiles = rows <= 8 ? 1 : 2;

@@ -26,7 +26,7 @@ struct Query {
   __device__ __forceinline__ void load(const Arguments& a, const Shared& shared, int stage,
                                        int head, int first_row, int lane) {
     const float scale = a.problem.scale * (kScaled ? key_scale(a, head) : 1.0f);
-    unit = a.problem.cap > 0 ? scale * (2 * kLog2E / a.problem.cap) : scale * kLog2E;
+    unit = a.problem.cap > 0 ? scale * a.cap_unit : scale * kLog2E;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const int row = stage * 8 * N * a.row_groups + first_row + 8 * n + lane / 4;
