@@ -138,6 +138,7 @@ __device__ __forceinline__ int keep(int value) {
 
 // All threads of the CTA, each warp where it stands in its own code.
 __device__ __forceinline__ void start_barrier(int threads) {
+  __syncwarp();
   asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
 }
 
