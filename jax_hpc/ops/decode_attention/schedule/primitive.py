@@ -22,6 +22,7 @@ def _attributes(operands: Operands, params: Params) -> Mapping[str, Any]:
         "num_kv_heads": np.int32(params.num_kv_heads),
         "q_len": np.int32(params.q_len),
         "window": np.int32(params.window or 0),
+        "fp8_cache": params.fp8_cache,
     }
 
 
