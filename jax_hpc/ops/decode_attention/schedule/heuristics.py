@@ -2,10 +2,6 @@
 
 from jax_hpc import _registry
 
-AUTO_TAKES_KERNELS = False
-"""Whether "auto" takes the kernels of decode_attention and decode_schedule. They are checked and
-timed on an H200 by cuda/tests, not yet within a program of XLA's: until then only "cuda" does."""
-
 TILE_TOKENS = 64
 """KV tokens per tile: the smallest unit of work, and the M of one Hopper wgmma."""
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_hpc._primitive import UNTRIED, Kernel, Operator
-from jax_hpc.ops.decode_attention.schedule import heuristics, reference
+from jax_hpc._primitive import Kernel, Operator
+from jax_hpc.ops.decode_attention.schedule import reference
 from jax_hpc.ops.decode_attention.schedule.signature import Operands, Params, shape_rule
 
 
@@ -30,7 +30,6 @@ KERNEL = Kernel(
     target="jax_hpc.decode_schedule.v1",
     unsupported=_unsupported,
     attributes=_attributes,
-    held_back=lambda: None if heuristics.AUTO_TAKES_KERNELS else UNTRIED,
 )
 
 OPERATOR = Operator(
