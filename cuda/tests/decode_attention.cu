@@ -2,9 +2,9 @@
 //
 //   decode_attention check       all options on random batches
 //   decode_attention check small a few tiny ones, for compute-sanitizer's slower tools
-//   decode_attention time        the recorded baselines' mixes, cold caches, each call of a graph
-//                                on its own; the practical floor is 4 us + bytes / 4.5 TB/s
-//   decode_attention tune        the same with other numbers of CTAs and costs of the schedule
+//   decode_attention time [tp8]  the recorded baselines' mixes (tp8: of one KV head only), cold
+//                                caches; the practical floor is 4 us + bytes / 4.5 TB/s
+//   decode_attention tune [tp8]  the same with other numbers of CTAs and costs of the schedule
 //
 // Built by `make kernel-tests`.
 #include <cstdio>
@@ -18,6 +18,7 @@ namespace {
 using namespace jax_hpc::tests;
 using jax_hpc::decode_attention::Buffers;
 using jax_hpc::decode_attention::Cut;
+using jax_hpc::decode_schedule::task_cost;
 
 struct Case {
   Problem p;
@@ -130,8 +131,8 @@ std::string failure_of(Case c, uint32_t seed) {
                                                    want_lse.data(), weights.data(), longest});
   require(cudaDeviceSynchronize(), "reference");
 
-  const jax_hpc::decode_schedule::Problem plan{p.batch, p.kv_heads, p.q_len, p.window,
-                                               std::max(c.cut.num_ctas, 1)};
+  const jax_hpc::decode_schedule::Problem plan{
+      p.batch, p.kv_heads, p.q_len, p.window, std::max(c.cut.num_ctas, 1), task_cost(p.fp8_cache)};
   DeviceSchedule schedule(plan.num_ctas);
   Buffers buffers{
       q.data(),   k.data(),   v.data(),           table.data(),        lengths.data(), nullptr,
@@ -303,7 +304,8 @@ void time_mix(const Mix& mix, int kv_heads, bool fp8, const std::vector<Variant>
   std::printf("%s %-13s %-4s floor %7.2f |", kv_heads == 1 ? "tp8" : "tp1", mix.name,
               fp8 ? "fp8" : "bf16", floor);
   for (const Variant& variant : variants) {
-    const jax_hpc::decode_schedule::Problem plan{p.batch, kv_heads, 1, 0, variant.ctas};
+    const jax_hpc::decode_schedule::Problem plan{p.batch, kv_heads,     1,
+                                                 0,       variant.ctas, task_cost(fp8)};
     const DeviceSchedule schedule(schedule_on_host(plan, host_lengths, variant.costs));
     Cut cut = variant.split;
     jax_hpc::decode_attention::Config config = choose(p);
@@ -355,8 +357,9 @@ void time_schedule() {
   }
 }
 
-void time_all(const std::vector<Variant>& variants) {
+void time_all(const std::vector<Variant>& variants, bool all) {
   for (const int kv_heads : {1, 8}) {
+    if (kv_heads > 1 && !all) break;
     for (const bool fp8 : {false, true}) {
       for (const Mix& mix : mixes()) time_mix(mix, kv_heads, fp8, variants);
     }
@@ -369,27 +372,29 @@ int main(int argc, char** argv) {
   int num_sms = 0;
   require(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0), "device 0");
   const std::string command = argc > 1 ? argv[1] : "";
+  const std::string option = argc > 2 ? argv[2] : "";
   const int two = 2 * num_sms;
-  if (command == "check") return check(argc > 2 && std::string(argv[2]) == "small");
+  if (command == "check") return check(option == "small");
   if (command == "time") {
     time_schedule();
-    time_all({{"us", two, {}, {}}});
+    time_all({{"us", two, {}, {}}}, option != "tp8");
     return 0;
   }
   if (command == "tune") {
     time_all({{"2/SM", two, {}, {}},
               {"1/SM", num_sms, {}, {}},
-              {"task 4", two, {4, 20}, {}},
-              {"task 16", two, {16, 32}, {}},
-              {"floor 16", two, {8, 16}, {}},
-              {"floor 48", two, {8, 48}, {}},
+              {"task 8", two, {8}, {}},
+              {"task 16", two, {16}, {}},
+              {"task 24", two, {24}, {}},
+              {"task 32", two, {32}, {}},
+              {"floor 48", two, {0, 48}, {}},
               {"ring -16K", two, {}, {}, 16},
               {"ring -32K", two, {}, {}, 32},
               {"static", two, {}, {0, 16, 8}},
-              {"split 8", two, {}, {0, 8, 1}},
-              {"split 1", two, {}, {0, 1, 1}}});
+              {"split 1", two, {}, {0, 1, 1}}},
+             option != "tp8");
     return 0;
   }
-  std::cerr << "usage: decode_attention check [small] | time | tune\n";
+  std::cerr << "usage: decode_attention check [small] | time [tp8] | tune [tp8]\n";
   return 2;
 }

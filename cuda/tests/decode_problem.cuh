@@ -167,13 +167,15 @@ struct Schedule {
 };
 
 struct Costs {
-  int task = decode_schedule::kTaskCost;
-  int floor = decode_schedule::kMinCtaCost;  // of a CTA
+  int task = 0;   // 0: the problem's own
+  int floor = 0;  // of a CTA; 0: what follows from the task's
 };
 
 // The schedule by its definition, for axes that fit int32 (then no cost is rounded).
 inline Schedule schedule_on_host(const decode_schedule::Problem& p, const std::vector<int>& lengths,
-                                 const Costs& costs) {
+                                 Costs costs) {
+  if (costs.task == 0) costs.task = p.task_cost;
+  if (costs.floor == 0) costs.floor = decode_schedule::min_cta_cost(costs.task);
   using decode_schedule::kTileCost;
   std::vector<int64_t> ends;  // of the pairs, on the cost axis
   std::vector<int> tiles;
