@@ -28,12 +28,14 @@ TERMS = 2
 WITHOUT_TERMS = ("xla", "bf16x3", "topk")
 KEEPS_FULL = ("auto-full", "xla")
 CHOICES = ("router_gemm", "route_topk")
-OPERATORS = {
+OPERATORS: dict[str, tuple[str, ...]] = {
+    "xla": (),
+    "bf16x3": (),
     "topk": ("route_topk",),
     "router+topk": CHOICES,
     "router-topk": (*CHOICES, "router_topk"),
 }
-"""Whose sources decide an impl's time, where it is not the product's alone."""
+"""Whose sources decide an impl's time, where it is not the product's alone; none for XLA's own."""
 
 
 def parse(impl: str) -> tuple[str, int | None]:
