@@ -12,7 +12,7 @@ import pytest
 import jax_hpc
 from jax_hpc import SplitWeight, _registry, route_topk, router_gemm, router_topk
 from jax_hpc.ops.route_topk.signature import Params as RouteParams
-from jax_hpc.ops.router_topk import reference
+from jax_hpc.ops.router_topk import heuristics, reference
 from jax_hpc.ops.router_topk.cases import CASES, Case
 from jax_hpc.ops.router_topk.primitive import KERNEL
 from jax_hpc.ops.router_topk.signature import Operands, Params
@@ -124,6 +124,15 @@ def test_no_kernel(monkeypatch: pytest.MonkeyPatch, experts: int, dtype: Any, wo
     x, weight = shape(2, 8, dtype=dtype), SplitWeight(shape(1, experts, 8, dtype=jnp.bfloat16))
     with pytest.raises(NotImplementedError, match=f"router_topk: no CUDA kernel .*{words}"):
         lower(x, weight, None, k=2, implementation="cuda")
+
+
+def test_policy_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heuristics, "XLA_UP_TO_TOKENS", ((4096, 192, 1), (0, 1024, 4)))
+    prefers = heuristics.prefers_kernel
+    assert not prefers(tokens=1, hidden=4096, experts=192)
+    assert prefers(tokens=2, hidden=4096, experts=192)
+    assert prefers(tokens=1, hidden=2048, experts=192)
+    assert not prefers(tokens=4, hidden=2048, experts=1024)
 
 
 WEIGHT = SplitWeight(jnp.zeros((2, 12, 64), jnp.bfloat16))

@@ -8,7 +8,7 @@ import jax
 from jax_hpc._primitive import Fold, Kernel, Operator
 from jax_hpc.ops.route_topk.primitive import options, too_many_experts
 from jax_hpc.ops.router_gemm import primitive as router_gemm
-from jax_hpc.ops.router_topk import reference, xla
+from jax_hpc.ops.router_topk import heuristics, reference, xla
 from jax_hpc.ops.router_topk.signature import Operands, Params, logits_shape, shape_rule
 
 
@@ -33,12 +33,19 @@ def _workspaces(operands: Operands, params: Params) -> tuple[jax.ShapeDtypeStruc
     return (logits_shape(operands),)
 
 
+def _preferred(operands: Operands, params: Params) -> bool:
+    del params
+    (tokens, hidden), experts = operands.x.shape, operands.weight.parts.shape[1]
+    return heuristics.prefers_kernel(tokens=tokens, hidden=hidden, experts=experts)
+
+
 KERNEL = Kernel(
     target="jax_hpc.router_topk.v1",
     unsupported=_unsupported,
     attributes=_attributes,
     inputs=_inputs,
     workspaces=_workspaces,
+    preferred=_preferred,
 )
 
 OPERATOR = Operator(
