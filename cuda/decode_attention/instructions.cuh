@@ -136,10 +136,11 @@ __device__ __forceinline__ int keep(int value) {
   return value;
 }
 
-// All threads of the CTA, each warp where it stands in its own code.
+// All threads of the CTA, each warp where it stands in its own code: bar.sync promises that all are
+// at one instruction. The code is the same, but synccheck goes by it.
 __device__ __forceinline__ void start_barrier(int threads) {
   __syncwarp();
-  asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
+  asm volatile("barrier.sync 2, %0;" ::"r"(threads) : "memory");
 }
 
 // A barrier among the consumer warps only.
