@@ -189,9 +189,8 @@ __global__ void __launch_bounds__(kStreamThreads)
     if (threadIdx.x == 0) {
       init_barrier(memory + Shape::kBarrierAt, 1);
       fence_barrier_init();
+      arrive_expecting(memory + Shape::kBarrierAt, Shape::kReceivedBytes);
     }
-    __syncwarp();  // the instruction is the warp's, and racecheck sees all lanes initialise
-    if (threadIdx.x == 0) arrive_expecting(memory + Shape::kBarrierAt, Shape::kReceivedBytes);
     __syncwarp();
     cluster_arrive_relaxed();
     cluster_wait();
