@@ -316,6 +316,15 @@ def test_the_budget_keeps_what_was_measured(tmp_path, monkeypatch, capsys):
     assert len(worker.asked) == 3, "rows of fewer processes are measured again"
 
 
+def test_a_budget_that_ends_early_takes_no_row_of_more_processes_away(tmp_path, monkeypatch):
+    path = tmp_path / "router.jsonl"
+    worker = Worker(monkeypatch, [5.0, 5.0, 9.0], process_limit=3)
+    run(path, "--processes", "2", selected="qwen3/8")
+    measured = run(path, "--processes", "3", selected="qwen3/8")
+    assert len(worker.asked) == 3
+    assert measured["qwen3/8 auto"]["us"] == 5.0 and measured["qwen3/8 auto"]["processes"] == 2
+
+
 def test_a_row_measured_in_a_real_process(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XLA_FLAGS", "")
     tiny = ["--seconds", "0.001", "--repeat-seconds", "0.001", "--cold-bytes", "1"]
