@@ -109,7 +109,7 @@ class Run:
                     self._keep(job)
 
     def _is_known(self, job: Job, samples: Sequence[Row]) -> bool:
-        """Whether the file has the row of a job that the budget cut short, of as many processes."""
+        """Whether the file has the row of a job that the budget cut short, of as many."""
         row = self.plan.benchmark.row(*job)
         return self.plan.results.has(row, samples[-1]["sources_hash"], len(samples))
 
