@@ -25,7 +25,7 @@ __device__ __forceinline__ void weigh(SharedAddress weight, Places at, float (&x
 //
 // Rotary widths of whole chunks: a lane holds both values of each of its pairs, so that nothing
 // passes between lanes, and its angles are four vectors of the row. Plain is half style over the
-// whole head, after the norm: the most frequent by far, and a fifth of the other code.
+// whole head, after the norm: the most frequent by far.
 template <int kHeadDim, bool kPlain>
 struct ChunkRotation {
   static constexpr bool kIsPlain = kPlain;
