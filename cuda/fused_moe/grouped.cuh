@@ -160,9 +160,10 @@ __device__ __forceinline__ void hold_all(float (&values)[Count]) {
   for (int i = 0; i < Count; ++i) hold(values[i]);
 }
 
-// Tells that this warp is done with a stage.
+// Tells that this warp, all of it, is done with a stage.
 template <class Shape>
 __device__ __forceinline__ void release(const StageMemory<Shape>& memory, int stage, int lane) {
+  __syncwarp();
   if (lane == 0) arrive(memory.empty(stage));
 }
 
