@@ -77,14 +77,6 @@ __device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memor
   constexpr int kFloat = int{sizeof(float)};
   const int inter_blocks = ceil_div(p.inter, p.block_rows);
   RingPlace<Shape::kStages> place;
-  RingPlace<Shape::kStages> reported;
-  int unreported = 0;
-  const auto report = [&] {
-    __syncwarp();
-    if (lane == 0) arrive(memory.full(reported.stage));
-    reported.advance();
-    --unreported;
-  };
   Tile tile;
   int part;
   while (walk.next(tile, part)) {
@@ -106,15 +98,11 @@ __device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memor
         const int block = min(turn * kStageValues + lane * (kStageValues / 2), p.inter - 1);
         copy_4(to + (Shape::kRows + lane) * kFloat, weight_scale + block / p.block_rows);
       }
-      commit_copies();
-      if (++unreported > Shape::kLag) {
-        wait_copies<Shape::kLag>();
-        report();
-      }
+      arrive_when_copied(memory.full(place.stage));
     }
   }
+  commit_copies();
   wait_copies<0>();
-  while (unreported > 0) report();
 }
 
 // Writes the tile's products: bf16, 16 bytes of a token's row at once by a quarter of a warp.
@@ -219,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, DownShape<TileRows, format>::kCtasOf
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (threadIdx.x == kWeightWarp * kWarpSize) {
-    init_stages(memory, Shape::kHasBlocks ? 3 : 2);
+    init_stages(memory, Shape::kHasBlocks ? 2 + kWarpSize : 2);
     fence_barrier_init();
   }
   __syncthreads();

@@ -154,22 +154,13 @@ class RowCopies {
   const float* weight_scale_ = nullptr;
 };
 
-// By the rows' warp. A stage's copies are reported kLag stages later.
+// By the rows' warp.
 template <class Shape>
 __device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, const Problem& p,
                                           TaskWalk walk, int member, int turns,
                                           const GateUpArrays& arrays, int lane) {
   RowCopies<Shape> copies(memory, p, arrays, lane);
   RingPlace<Shape::kStages> place;
-  RingPlace<Shape::kStages> reported;
-  int unreported = 0;
-  const auto report = [&] {
-    fence_for_async_reads();
-    __syncwarp();
-    if (lane == 0) arrive(memory.full(reported.stage));
-    reported.advance();
-    --unreported;
-  };
   Tile tile;
   int part;
   while (walk.next(tile, part)) {
@@ -178,15 +169,11 @@ __device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, cons
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
       wait(memory.empty(place.stage), place.parity ^ 1);
       copies.copy(turn, place.stage);
-      commit_copies();
-      if (++unreported > Shape::kLag) {
-        wait_copies<Shape::kLag>();
-        report();
-      }
+      arrive_when_copied(memory.full(place.stage));
     }
   }
+  commit_copies();
   wait_copies<0>();
-  while (unreported > 0) report();
 }
 
 // Adds a stage's products to the totals.
@@ -366,6 +353,7 @@ __device__ __forceinline__ void multiply_gate_up(const StageMemory<Shape>& memor
       for (int turn = 0; turn < turns; ++turn, place.advance()) {
         float sums[Shape::kRows / 2];
         wait(memory.full(place.stage), place.parity);
+        fence_for_products();
         wgmma_fence();
         multiply<Shape::kRows>(memory.weights(place.stage), memory.rows(place.stage), sums);
         wgmma_commit();
@@ -402,7 +390,7 @@ __global__ void __launch_bounds__(kThreads, GateUpShape<TileRows, Pieces, format
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (threadIdx.x == kWeightWarp * kWarpSize) {
-    init_stages(memory, 2);
+    init_stages(memory, 1 + kWarpSize);
     if constexpr (Shape::kHasBlocks) {
       init_barrier(memory.extra(), 1);
       init_barrier(memory.extra() + 8, 1);

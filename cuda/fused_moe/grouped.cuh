@@ -43,10 +43,7 @@ struct StageShape {
   static constexpr int kBarriersAt = kScalesAt + kStages * kScaleBytes;
   static constexpr int kExtraAt = kBarriersAt + kStages * 16;
   static constexpr int kSharedBytes = kExtraAt + ExtraBytes + kAlignment;
-  static_assert(kScaleBytes % 16 == 0 && ExtraBytes % 16 == 0);
-  // Stages whose rows a warp has asked for before it waits for those of the first one.
-  static constexpr int kLag = kStages > 5 ? 4 : kStages - 2;
-  static_assert(kLag >= 1);
+  static_assert(kScaleBytes % 16 == 0 && ExtraBytes % 16 == 0 && kStages >= 4);
 };
 
 template <class Shape>

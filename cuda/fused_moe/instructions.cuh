@@ -37,9 +37,15 @@ __device__ __forceinline__ void copy_4(SharedAddress to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// What this thread's ordinary stores and copies have written to shared memory, and it has waited
-// for, may be read by the tensor cores and the copy engine.
-__device__ __forceinline__ void fence_for_async_reads() {
+// One of a barrier's arrivals, once the copies of 4 and 16 bytes that this thread has asked for are
+// there. The thread does not wait.
+__device__ __forceinline__ void arrive_when_copied(SharedAddress barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// What ordinary stores and such copies have written to shared memory, and this thread knows of, may
+// be read by the products that it asks for next.
+__device__ __forceinline__ void fence_for_products() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
