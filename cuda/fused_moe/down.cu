@@ -35,10 +35,10 @@ cudaError_t launch_down(const Problem& p, const Config& config, const Index& ind
   status = make_act_map(p, rows.act, &act_map);
   if (status != cudaSuccess) return status;
   const DownArrays arrays{index, weights, rows};
-#define JAX_HPC_CASE(tile, kind)                                                            \
-  if (config.tile_rows == (tile) && p.format == Format::kind) {                             \
-    return launch_shape<tile, Format::kind>(p, config, arrays, weight_map, act_map,         \
-                                            overlaps_previous, num_sms, stream);            \
+#define JAX_HPC_CASE(tile, kind)                                                    \
+  if (config.tile_rows == (tile) && p.format == Format::kind) {                     \
+    return launch_shape<tile, Format::kind>(p, config, arrays, weight_map, act_map, \
+                                            overlaps_previous, num_sms, stream);    \
   }
   JAX_HPC_CASE(8, kTensor)
   JAX_HPC_CASE(16, kTensor)

@@ -1,7 +1,7 @@
 // outputs = down of the intermediate's rows, 64 of the hidden values to a task.
 //
-// Weights and index do not depend on gate-up, which runs before: a CTA that finds room while gate-up
-// ends fills its ring with weights meanwhile. Only the intermediate's rows wait.
+// Weights and index do not depend on gate-up, which runs before: a CTA that finds room while
+// gate-up ends fills its ring with weights meanwhile. Only the intermediate's rows wait.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -33,8 +33,8 @@ __device__ __forceinline__ void copy_down(const StageMemory<Shape>& memory, Task
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
       wait(memory.empty(place.stage), place.parity ^ 1);
       arrive_expecting(memory.full(place.stage), kWeightBytes);
-      copy_weights(memory.weights(place.stage), map, memory.full(place.stage),
-                   turn * kStageValues, part * kWeightRows, tile.expert);
+      copy_weights(memory.weights(place.stage), map, memory.full(place.stage), turn * kStageValues,
+                   part * kWeightRows, tile.expert);
     }
   }
 }
@@ -70,10 +70,9 @@ __device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, Task
 // The same by a whole warp, with the scales of kBlock: of each row, and of the two halves of the
 // stage's weights.
 template <class Shape>
-__device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memory,
-                                                 const Problem& p, TaskWalk walk, int turns,
-                                                 const DownArrays& arrays, int lane,
-                                                 const CUtensorMap* map) {
+__device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memory, const Problem& p,
+                                                 TaskWalk walk, int turns, const DownArrays& arrays,
+                                                 int lane, const CUtensorMap* map) {
   constexpr int kFloat = int{sizeof(float)};
   const int inter_blocks = ceil_div(p.inter, p.block_rows);
   RingPlace<Shape::kStages> place;
@@ -81,8 +80,8 @@ __device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memor
   int part;
   while (walk.next(tile, part)) {
     const float* row_scale = arrays.rows.act_scale + static_cast<int64_t>(tile.first_row) * turns;
-    const int64_t scale_row = int64_t{tile.expert} * ceil_div(p.hidden, kBlock) +
-                              part * kWeightRows / kBlock;
+    const int64_t scale_row =
+        int64_t{tile.expert} * ceil_div(p.hidden, kBlock) + part * kWeightRows / kBlock;
     const float* weight_scale = arrays.weights.down_block_scale + scale_row * inter_blocks;
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
@@ -117,8 +116,7 @@ __device__ __forceinline__ void write_outputs(const Problem& p, const RowBuffers
                   static_cast<int64_t>(tile.first_row) * p.hidden + hidden0 + f.token0;
 #pragma unroll
   for (int j = 0; j < Shape::kRows / 8; ++j) {
-    const uint32_t low =
-        transpose(pack_bf16(totals[4 * j] * factor, totals[4 * j + 1] * factor));
+    const uint32_t low = transpose(pack_bf16(totals[4 * j] * factor, totals[4 * j + 1] * factor));
     const uint32_t high =
         transpose(pack_bf16(totals[4 * j + 2] * factor, totals[4 * j + 3] * factor));
     const int token = 8 * j + f.row;
@@ -129,7 +127,8 @@ __device__ __forceinline__ void write_outputs(const Problem& p, const RowBuffers
   }
 }
 
-// The products of a stage's two halves, whose weights have scales of their own, added to the totals.
+// The products of a stage's two halves, whose weights have scales of their own, added to the
+// totals.
 template <class Shape>
 __device__ __forceinline__ void add_halves(const StageMemory<Shape>& memory, int stage,
                                            const Fragment& f,
@@ -153,8 +152,7 @@ __device__ __forceinline__ void add_halves(const StageMemory<Shape>& memory, int
 // By the consumers.
 template <class Shape>
 __device__ __forceinline__ void multiply_down(const StageMemory<Shape>& memory, const Problem& p,
-                                              TaskWalk walk, int turns,
-                                              const DownArrays& arrays) {
+                                              TaskWalk walk, int turns, const DownArrays& arrays) {
   const Fragment f(static_cast<int>(threadIdx.x));
   RingPlace<Shape::kStages> place;
   Tile tile;

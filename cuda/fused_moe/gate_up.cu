@@ -33,11 +33,11 @@ cudaError_t launch_gate_up(const Problem& p, const Config& config, const Index& 
   const cudaError_t status = make_gate_up_map(p, config, weights.gate_up, &map);
   if (status != cudaSuccess) return status;
   const GateUpArrays arrays{index, x, weights, rows};
-#define JAX_HPC_CASE(tile, pieces, kind)                                                   \
-  if (config.tile_rows == (tile) && config.gate_up_pieces == (pieces) &&                   \
-      p.format == Format::kind) {                                                          \
-    return launch_shape<tile, pieces, Format::kind>(p, config, arrays, map,                \
-                                                    overlaps_previous, num_sms, stream);   \
+#define JAX_HPC_CASE(tile, pieces, kind)                                                       \
+  if (config.tile_rows == (tile) && config.gate_up_pieces == (pieces) &&                       \
+      p.format == Format::kind) {                                                              \
+    return launch_shape<tile, pieces, Format::kind>(p, config, arrays, map, overlaps_previous, \
+                                                    num_sms, stream);                          \
   }
   JAX_HPC_CASE(8, 4, kTensor)
   JAX_HPC_CASE(8, 1, kTensor)

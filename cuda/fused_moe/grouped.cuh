@@ -1,10 +1,10 @@
 // What the two grouped products share: a CTA's ring of stages in shared memory, its tasks, and the
 // product of a stage.
 //
-// Weights are the 64 rows of the tensor cores' product, tokens its columns, so that few tokens waste
-// little. One warp copies weights, one the rows of tokens, four multiply; several CTAs share an SM,
-// and while one ends a task, the others' copies are under way. A CTA's ring runs on across its
-// tasks.
+// Weights are the 64 rows of the tensor cores' product, tokens its columns, so that few tokens
+// waste little. One warp copies weights, one the rows of tokens, four multiply; several CTAs share
+// an SM, and while one ends a task, the others' copies are under way. A CTA's ring runs on across
+// its tasks.
 #pragma once
 
 #include "common/launch.h"
@@ -107,9 +107,10 @@ class TaskWalk {
       : tiles_(index.tiles),
         parts_(static_cast<unsigned>(parts)),
         teams_(static_cast<unsigned>(teams)),
-        task_(static_cast<unsigned>(team)),
-        tasks_(static_cast<unsigned>(load_int(index.header)) * parts_) {
+        task_(static_cast<unsigned>(team)) {
+    // Together with the number of tiles: the host starts no team whose first tile could not exist.
     read_next();
+    tasks_ = static_cast<unsigned>(load_int(index.header)) * parts_;
   }
   // The next task, false when there is none.
   __device__ __forceinline__ bool next(Tile& tile, int& part) {
@@ -117,13 +118,12 @@ class TaskWalk {
     tile = next_tile_;
     part = next_part_;
     task_ += teams_;
-    read_next();
+    if (task_ < tasks_) read_next();
     return true;
   }
 
  private:
   __device__ __forceinline__ void read_next() {
-    if (task_ >= tasks_) return;
     const unsigned number = task_ / parts_;
     next_part_ = static_cast<int>(task_ - number * parts_);
     next_tile_ = load_tile(tiles_ + number);
@@ -133,7 +133,7 @@ class TaskWalk {
   unsigned parts_;
   unsigned teams_;
   unsigned task_;
-  unsigned tasks_;  // launch.cu sees to it that they fit
+  unsigned tasks_;  // the host sees to it that they fit
   Tile next_tile_{};
   int next_part_ = 0;
 };
@@ -172,10 +172,7 @@ struct Fragment {
   int row;     // lane / 4
   int token0;  // 2 * (lane % 4)
   __device__ __forceinline__ explicit Fragment(int thread)
-      : warp(thread / kWarpSize),
-        lane(thread % kWarpSize),
-        row(lane / 4),
-        token0(lane % 4 * 2) {}
+      : warp(thread / kWarpSize), lane(thread % kWarpSize), row(lane / 4), token0(lane % 4 * 2) {}
 };
 
 }  // namespace jax_hpc::fused_moe

@@ -29,11 +29,10 @@ cudaError_t encode(const void* array, const Dimension (&dimensions)[Rank], CUten
     element_strides[i] = 1;
     if (i > 0) strides[i - 1] = dimensions[i].stride;
   }
-  const CUresult result =
-      encoder.encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, Rank, const_cast<void*>(array), extent,
-                     strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                     CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encoder.encode(
+      map, CU_TENSOR_MAP_DATA_TYPE_UINT8, Rank, const_cast<void*>(array), extent, strides, box,
+      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -70,10 +69,9 @@ cudaError_t make_down_map(const Problem& p, const void* down, CUtensorMap* map) 
   constexpr uint32_t kTaskRows = 64;
   const auto hidden = static_cast<uint64_t>(p.hidden);
   const auto inter = static_cast<uint64_t>(p.inter);
-  const Dimension dimensions[] = {
-      {inter, kRowValues, 1},
-      {hidden, kTaskRows, inter},
-      {static_cast<uint64_t>(p.experts), 1, hidden * inter}};
+  const Dimension dimensions[] = {{inter, kRowValues, 1},
+                                  {hidden, kTaskRows, inter},
+                                  {static_cast<uint64_t>(p.experts), 1, hidden * inter}};
   return encode(down, dimensions, map);
 }
 

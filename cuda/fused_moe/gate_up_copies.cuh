@@ -1,0 +1,144 @@
+// What gate-up's two copying warps do.
+#pragma once
+
+#include "fused_moe/gate_up_shape.cuh"
+
+namespace jax_hpc::fused_moe {
+
+// By the weights' warp, one thread.
+template <class Shape>
+__device__ __forceinline__ void copy_gate_up(const StageMemory<Shape>& memory, const Problem& p,
+                                             TaskWalk walk, int member, int turns,
+                                             const CUtensorMap* map) {
+  RingPlace<Shape::kStages> place;
+  Tile tile;
+  int part;
+  while (walk.next(tile, part)) {
+    const int first = (part * Shape::kTeam + member) * Shape::kColumns;
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn, place.advance()) {
+      wait(memory.empty(place.stage), place.parity ^ 1);
+      arrive_expecting(memory.full(place.stage), kWeightBytes);
+      if constexpr (Shape::kPieces == 1) {
+        copy_weights(memory.weights(place.stage), map, memory.full(place.stage),
+                     turn * kStageValues, 0, 0, first / kGroupRows, tile.expert);
+      } else {
+        copy_weights(memory.weights(place.stage), map, memory.full(place.stage), 0, first, 0,
+                     turn * Shape::kPieces, tile.expert);
+      }
+    }
+  }
+}
+
+// The copies of a stage's token rows and scales by the lanes of one warp.
+template <class Shape>
+class RowCopies {
+ public:
+  __device__ __forceinline__ RowCopies(const StageMemory<Shape>& memory, const Problem& p,
+                                       const GateUpArrays& arrays, int lane)
+      : memory_(memory), p_(p), arrays_(arrays), lane_(lane) {}
+
+  __device__ __forceinline__ void start_task(const Tile& tile, int column) {
+    rows_ = tile.rows;
+    const auto* values = static_cast<const uint8_t*>(arrays_.x.values);
+#pragma unroll
+    for (int i = 0; i < kRowsOfLane; ++i) {
+      if (row(i) >= rows_) continue;
+      const int token = load_int(arrays_.index.row_token + tile.first_row + row(i));
+      from_[i] = values + static_cast<int64_t>(token) * p_.hidden + hidden0();
+    }
+    if constexpr (Shape::kHasBlocks) start_scales(tile, column);
+  }
+
+  __device__ __forceinline__ void copy(int turn, int stage) {
+    const int offset = turn * Shape::kTurnValues;
+    const bool valid = offset + hidden0() < p_.hidden;
+#pragma unroll
+    for (int i = 0; i < kRowsOfLane; ++i) {
+      if (row(i) >= rows_) continue;
+      // What no token has is zero, for the weights are zero there, and zero times NaN is not.
+      copy_16(memory_.rows(stage) + place(i), from_[i] + (valid ? offset : -hidden0()), valid);
+    }
+    if constexpr (Shape::kHasBlocks) copy_scales(turn, stage);
+  }
+
+ private:
+  static constexpr int kUnit = 16;  // bytes of a copy, which are values too
+  static constexpr int kUnitsOfRow = kStageValues / kUnit;
+  static constexpr int kRowsAtOnce = Shape::kPieces == 1 ? kWarpSize / kUnitsOfRow : 1;
+  static constexpr int kRowsOfLane = Shape::kTileRows / kRowsAtOnce;
+  static constexpr int kScalesOfLane = ceil_div(Shape::kTileRows, kWarpSize);
+
+  __device__ __forceinline__ int row(int i) const {
+    return Shape::kPieces == 1 ? i * kRowsAtOnce + lane_ / kUnitsOfRow : i;
+  }
+  // Of a stage's first turn.
+  __device__ __forceinline__ int hidden0() const {
+    return (Shape::kPieces == 1 ? lane_ % kUnitsOfRow : lane_) * kUnit;
+  }
+  __device__ __forceinline__ int place(int i) const {
+    const int piece = Shape::kPieces == 1 ? 0 : lane_ / kUnitsOfRow;
+    const int swizzled = (lane_ % kUnitsOfRow) ^ (row(i) % kGroupRows);
+    return (piece * Shape::kTileRows + row(i)) * kStageValues + swizzled * kUnit;
+  }
+
+  __device__ __forceinline__ void start_scales(const Tile& tile, int column) {
+    const int hidden_blocks = ceil_div(p_.hidden, kBlock);
+#pragma unroll
+    for (int i = 0; i < kScalesOfLane; ++i) {
+      const int scaled = i * kWarpSize + lane_;
+      if (scaled >= rows_) continue;
+      const int token = load_int(arrays_.index.row_token + tile.first_row + scaled);
+      x_scale_[i] = arrays_.x.scale + static_cast<int64_t>(token) * hidden_blocks;
+    }
+    // Lane 0 those of gate, lane 1 those of up. A tile without columns has zeros of weights.
+    const int block = min(column, p_.inter - 1) / p_.block_rows;
+    const int64_t matrix = int64_t{tile.expert} * 2 + lane_;
+    weight_scale_ = arrays_.weights.gate_up_block_scale +
+                    (matrix * ceil_div(p_.inter, p_.block_rows) + block) * hidden_blocks;
+  }
+  __device__ __forceinline__ void copy_scales(int turn, int stage) {
+    const SharedAddress to = memory_.scales(stage);
+#pragma unroll
+    for (int i = 0; i < kScalesOfLane; ++i) {
+      const int scaled = i * kWarpSize + lane_;
+      if (scaled < rows_) copy_4(to + scaled * int{sizeof(float)}, x_scale_[i] + turn);
+    }
+    if (lane_ < 2) {
+      copy_4(to + (Shape::kTileRows + lane_) * int{sizeof(float)}, weight_scale_ + turn);
+    }
+  }
+
+  const StageMemory<Shape>& memory_;
+  const Problem& p_;
+  const GateUpArrays& arrays_;
+  int lane_;
+  int rows_ = 0;
+  const uint8_t* from_[kRowsOfLane];
+  const float* x_scale_[kScalesOfLane];
+  const float* weight_scale_ = nullptr;
+};
+
+// By the rows' warp.
+template <class Shape>
+__device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, const Problem& p,
+                                          TaskWalk walk, int member, int turns,
+                                          const GateUpArrays& arrays, int lane) {
+  RowCopies<Shape> copies(memory, p, arrays, lane);
+  RingPlace<Shape::kStages> place;
+  Tile tile;
+  int part;
+  while (walk.next(tile, part)) {
+    copies.start_task(tile, (part * Shape::kTeam + member) * Shape::kColumns);
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn, place.advance()) {
+      wait(memory.empty(place.stage), place.parity ^ 1);
+      copies.copy(turn, place.stage);
+      arrive_when_copied(memory.full(place.stage));
+    }
+  }
+  commit_copies();
+  wait_copies<0>();
+}
+
+}  // namespace jax_hpc::fused_moe
