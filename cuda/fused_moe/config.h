@@ -62,6 +62,9 @@ struct Index {
   const Tile* tiles;     // [max_tiles], of which header[0] are written
   const int* header;     // {number of tiles, number of rows}, 8-byte aligned
   const int* row_token;  // [pairs], of which header[1] are written: the token of a row
+  // The call's own, which no kernel of the chain writes: gate-up sorts few pairs by itself.
+  const int* topk_ids;
+  const int* expert_offset;
 };
 
 // The rows of x in e4m3, and their scales for kBlock.

@@ -209,8 +209,8 @@ __global__ void __launch_bounds__(kThreads, DownShape<TileRows, format>::kCtasOf
     fence_barrier_init();
   }
   __syncthreads();
-  const TaskWalk walk(arrays.index, ceil_div(p.hidden, kWeightRows), static_cast<int>(blockIdx.x),
-                      static_cast<int>(gridDim.x));
+  const TaskWalk walk(arrays.index, nullptr, ceil_div(p.hidden, kWeightRows),
+                      static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   const int turns = ceil_div(p.inter, kStageValues);
   if (warp == kWeightWarp) {
     if (elect_one()) copy_down<Shape>(memory, walk, turns, &weight_map);

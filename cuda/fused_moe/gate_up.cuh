@@ -86,11 +86,17 @@ __global__ void __launch_bounds__(kThreads, GateUpShape<TileRows, Pieces, format
   const StageMemory<Shape> memory = stage_memory<Shape>(gate_up_memory);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int extra = static_cast<int>(memory.extra() - shared_address(gate_up_memory));
+  auto* few = reinterpret_cast<FewPairs*>(gate_up_memory + extra);
+  if (num_pairs(p) > kFewPairs || arrays.index.topk_ids == nullptr) few = nullptr;
+  if (few != nullptr && warp == 0) {
+    sort_few(p, TileRows, arrays.index.topk_ids, arrays.index.expert_offset, lane, *few);
+  }
   if (threadIdx.x == kWeightWarp * kWarpSize) {
     init_stages(memory, 1 + kWarpSize);
     if constexpr (Shape::kHasBlocks) {
-      init_barrier(memory.extra(), 1);
-      init_barrier(memory.extra() + 8, 1);
+      init_barrier(memory.extra() + Shape::kExchangeAt, 1);
+      init_barrier(memory.extra() + Shape::kExchangeAt + 8, 1);
     }
     fence_barrier_init();
   }
@@ -99,17 +105,20 @@ __global__ void __launch_bounds__(kThreads, GateUpShape<TileRows, Pieces, format
     cluster_arrive_relaxed();
     cluster_wait();
   }
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+  // Weights, and the index of few pairs, do not depend on the kernel before. Tokens do.
+  if (few == nullptr || warp == kRowWarp) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+  }
   const int member = Shape::kTeam > 1 ? static_cast<int>(cluster_rank()) : 0;
-  const TaskWalk walk(arrays.index, ceil_div(p.inter, Shape::kColumns * Shape::kTeam),
+  const TaskWalk walk(arrays.index, few, ceil_div(p.inter, Shape::kColumns * Shape::kTeam),
                       static_cast<int>(blockIdx.x) / Shape::kTeam,
                       static_cast<int>(gridDim.x) / Shape::kTeam);
   const int turns = ceil_div(p.hidden, Shape::kTurnValues);
   if (warp == kWeightWarp) {
     if (elect_one()) copy_gate_up<Shape>(memory, p, walk, member, turns, &map);
   } else if (warp == kRowWarp) {
-    copy_rows<Shape>(memory, p, walk, member, turns, arrays, lane);
+    copy_rows<Shape>(memory, p, walk, member, turns, arrays, few, lane);
   } else {
     multiply_gate_up<Shape>(memory, p, walk, member, turns, arrays);
   }

@@ -35,8 +35,8 @@ template <class Shape>
 class RowCopies {
  public:
   __device__ __forceinline__ RowCopies(const StageMemory<Shape>& memory, const Problem& p,
-                                       const GateUpArrays& arrays, int lane)
-      : memory_(memory), p_(p), arrays_(arrays), lane_(lane) {}
+                                       const GateUpArrays& arrays, const FewPairs* few, int lane)
+      : memory_(memory), p_(p), arrays_(arrays), few_(few), lane_(lane) {}
 
   __device__ __forceinline__ void start_task(const Tile& tile, int column) {
     rows_ = tile.rows;
@@ -44,7 +44,7 @@ class RowCopies {
 #pragma unroll
     for (int i = 0; i < kRowsOfLane; ++i) {
       if (row(i) >= rows_) continue;
-      const int token = load_int(arrays_.index.row_token + tile.first_row + row(i));
+      const int token = token_of(tile.first_row + row(i));
       from_[i] = values + static_cast<int64_t>(token) * p_.hidden + hidden0();
     }
     if constexpr (Shape::kHasBlocks) start_scales(tile, column);
@@ -69,6 +69,9 @@ class RowCopies {
   static constexpr int kRowsOfLane = Shape::kTileRows / kRowsAtOnce;
   static constexpr int kScalesOfLane = ceil_div(Shape::kTileRows, kWarpSize);
 
+  __device__ __forceinline__ int token_of(int row) const {
+    return few_ != nullptr ? few_->row_token[row] : load_int(arrays_.index.row_token + row);
+  }
   __device__ __forceinline__ int row(int i) const {
     return Shape::kPieces == 1 ? i * kRowsAtOnce + lane_ / kUnitsOfRow : i;
   }
@@ -88,7 +91,7 @@ class RowCopies {
     for (int i = 0; i < kScalesOfLane; ++i) {
       const int scaled = i * kWarpSize + lane_;
       if (scaled >= rows_) continue;
-      const int token = load_int(arrays_.index.row_token + tile.first_row + scaled);
+      const int token = token_of(tile.first_row + scaled);
       x_scale_[i] = arrays_.x.scale + static_cast<int64_t>(token) * hidden_blocks;
     }
     // Lane 0 those of gate, lane 1 those of up. A tile without columns has zeros of weights.
@@ -112,6 +115,7 @@ class RowCopies {
   const StageMemory<Shape>& memory_;
   const Problem& p_;
   const GateUpArrays& arrays_;
+  const FewPairs* few_;
   int lane_;
   int rows_ = 0;
   const uint8_t* from_[kRowsOfLane];
@@ -123,8 +127,9 @@ class RowCopies {
 template <class Shape>
 __device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, const Problem& p,
                                           TaskWalk walk, int member, int turns,
-                                          const GateUpArrays& arrays, int lane) {
-  RowCopies<Shape> copies(memory, p, arrays, lane);
+                                          const GateUpArrays& arrays, const FewPairs* few,
+                                          int lane) {
+  RowCopies<Shape> copies(memory, p, arrays, few, lane);
   RingPlace<Shape::kStages> place;
   Tile tile;
   int part;

@@ -63,7 +63,8 @@ __device__ __forceinline__ void write_pieces(const StageMemory<Shape>& memory, c
     if (f.warp == i) own = {totals[4 * i], totals[4 * i + 1], totals[4 * i + 2], totals[4 * i + 3]};
   }
   constexpr int kVector = int{sizeof(float4)};
-  const SharedAddress place = memory.extra() + (turn * kConsumers + f.lane) * kVector;
+  const SharedAddress place =
+      memory.extra() + Shape::kExchangeAt + (turn * kConsumers + f.lane) * kVector;
   store_shared(place + f.warp * kWarpSize * kVector, own);
   sync_threads<kConsumers>(1);
   if (f.warp > 0) return;
@@ -92,7 +93,7 @@ __device__ __forceinline__ void write_block(const StageMemory<Shape>& memory, co
                                             float (&totals)[Shape::kRows / 2]) {
   constexpr int kFloat = int{sizeof(float)};
   const int place = task % 2;
-  const SharedAddress barrier = memory.extra() + place * 8;
+  const SharedAddress barrier = memory.extra() + Shape::kExchangeAt + place * 8;
   const SharedAddress magnitudes =
       memory.extra() + Shape::kMagnitudesAt + place * Shape::kMagnitudeBytes;
   if (f.warp == 0 && f.lane == 0) arrive_expecting(barrier, Shape::kMagnitudeBytes);
@@ -121,7 +122,7 @@ __device__ __forceinline__ void write_block(const StageMemory<Shape>& memory, co
   for (int j = 0; j < Shape::kRows / 8; ++j) {
     float2 most = {0.0f, 0.0f};
 #pragma unroll
-    for (int i = 0; i < Shape::kSenders; ++i) {
+    for (int i = 0; i < kSenders; ++i) {
       const float2 one =
           load_shared_pair(magnitudes + (i * Shape::kTileRows + 8 * j + f.token0) * kFloat);
       most = {larger_magnitude(most.x, one.x), larger_magnitude(most.y, one.y)};

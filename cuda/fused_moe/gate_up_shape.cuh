@@ -7,21 +7,27 @@ namespace jax_hpc::fused_moe {
 
 constexpr int kScaleTeam = 4;  // CTAs of 32 columns that share a scale of the intermediate
 
+// Beside the ring: the index of few pairs; largest magnitudes that the warps of a team send each
+// other, for two tasks in turn, behind two barriers; or the sums of pieces, for two tasks in turn.
+constexpr int kSenders = kScaleTeam * kConsumers / kWarpSize;
+constexpr int gate_up_extra_bytes(int tile_rows, int pieces, Format format) {
+  const int exchanged = format == Format::kBlock
+                            ? 16 + 2 * kSenders * tile_rows * int{sizeof(float)}
+                            : (pieces > 1 ? 2 * kConsumers * 16 : 0);
+  return int{sizeof(FewPairs)} + exchanged;
+}
+
 template <int TileRows, int Pieces, Format format>
 struct GateUpShape : StageShape<TileRows * Pieces, format == Format::kBlock ? TileRows + 4 : 0,
-                                format == Format::kBlock
-                                    ? 16 + 2 * kScaleTeam * (kConsumers / kWarpSize) * TileRows * 4
-                                    : (Pieces > 1 ? 2 * kConsumers * 16 : 0)> {
+                                gate_up_extra_bytes(TileRows, Pieces, format)> {
   static constexpr int kTileRows = TileRows;
   static constexpr int kPieces = Pieces;
-  static constexpr Format kFormat = format;
   static constexpr bool kHasBlocks = format == Format::kBlock;
   static constexpr int kColumns = kWeightRows / 2 / Pieces;
   static constexpr int kTeam = kHasBlocks ? kScaleTeam : 1;  // CTAs of a cluster
   static constexpr int kTurnValues = kStageValues * Pieces;  // hidden values of a stage
-  // Largest magnitudes that the warps of a team send each other, for two tasks in turn.
-  static constexpr int kSenders = kScaleTeam * kConsumers / kWarpSize;
-  static constexpr int kMagnitudesAt = 16;  // behind two barriers
+  static constexpr int kExchangeAt = int{sizeof(FewPairs)};
+  static constexpr int kMagnitudesAt = kExchangeAt + 16;
   static constexpr int kMagnitudeBytes = kSenders * TileRows * int{sizeof(float)};
   static_assert(Pieces == 1 || (Pieces == 4 && TileRows == 8 && !kHasBlocks));
 };

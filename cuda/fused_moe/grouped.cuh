@@ -11,6 +11,7 @@
 #include "common/ptx.cuh"
 #include "common/wgmma.cuh"
 #include "fused_moe/config.h"
+#include "fused_moe/few_pairs.cuh"
 #include "fused_moe/instructions.cuh"
 
 namespace jax_hpc::fused_moe {
@@ -100,17 +101,21 @@ __device__ __forceinline__ void init_stages(const StageMemory<Shape>& memory,
 }
 
 // Tasks are numbered tile by tile, `parts` to a tile. A team (a CTA or a cluster) takes every
-// `teams`-th. The tile of the next task is read one task ahead.
+// `teams`-th. The tile of the next task is read one task ahead. `few`, if not null, holds the
+// index.
 class TaskWalk {
  public:
-  __device__ __forceinline__ TaskWalk(const Index& index, int parts, int team, int teams)
+  __device__ __forceinline__ TaskWalk(const Index& index, const FewPairs* few, int parts, int team,
+                                      int teams)
       : tiles_(index.tiles),
+        few_(few),
         parts_(static_cast<unsigned>(parts)),
         teams_(static_cast<unsigned>(teams)),
         task_(static_cast<unsigned>(team)) {
     // Together with the number of tiles: the host starts no team whose first tile could not exist.
     read_next();
-    tasks_ = static_cast<unsigned>(load_int(index.header)) * parts_;
+    const int tiles = few_ != nullptr ? few_->num_tiles : load_int(index.header);
+    tasks_ = static_cast<unsigned>(tiles) * parts_;
   }
   // The next task, false when there is none.
   __device__ __forceinline__ bool next(Tile& tile, int& part) {
@@ -126,10 +131,11 @@ class TaskWalk {
   __device__ __forceinline__ void read_next() {
     const unsigned number = task_ / parts_;
     next_part_ = static_cast<int>(task_ - number * parts_);
-    next_tile_ = load_tile(tiles_ + number);
+    next_tile_ = few_ != nullptr ? few_->tiles[number] : load_tile(tiles_ + number);
   }
 
   const Tile* tiles_;
+  const FewPairs* few_;
   unsigned parts_;
   unsigned teams_;
   unsigned task_;

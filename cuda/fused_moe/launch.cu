@@ -62,7 +62,7 @@ cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool ove
 cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,
                    bool overlaps, int num_sms, cudaStream_t stream) {
   const Workspace& w = arrays.workspace;
-  const Index index{w.tiles, w.header, w.row_token};
+  const Index index{w.tiles, w.header, w.row_token, arrays.topk_ids, arrays.expert_offset};
   const TokenRows x =
       arrays.x_is_fp8 ? TokenRows{arrays.x, arrays.x_scale} : TokenRows{w.x, w.x_scale};
   cudaError_t status = launch_prepare(problem, config, arrays, overlaps, stream);

@@ -63,7 +63,7 @@ class LayerTiming {
     return time_in_graph(kCalls, [&](int call, cudaStream_t stream) {
       const fused_moe::Arrays a = arrays(call);
       const fused_moe::Workspace& w = a.workspace;
-      const fused_moe::Index index{w.tiles, w.header, w.row_token};
+      const fused_moe::Index index{w.tiles, w.header, w.row_token, a.topk_ids, a.expert_offset};
       cudaError_t status = launch_prepare(p_, config_, a, overlaps, stream);
       if (status == cudaSuccess && stages > 1) {
         status = launch_gate_up(p_, config_, index, {w.x, w.x_scale}, a.weights, w.rows, overlaps,
