@@ -56,7 +56,9 @@ cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool ove
                    static_cast<unsigned>(ceil_div(problem.hidden, kReduceThreads * kReduceValues))),
       .threads = kReduceThreads,
       .overlaps_previous = overlaps};
-  return jax_hpc::launch(reduce_kernel, shape, stream, problem, arrays);
+  constexpr int kFew = 8;
+  const auto kernel = problem.top_k <= kFew ? reduce_kernel<kFew> : reduce_kernel<2 * kFew>;
+  return jax_hpc::launch(kernel, shape, stream, problem, arrays);
 }
 
 cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,

@@ -14,7 +14,6 @@
 namespace jax_hpc::fused_moe {
 
 constexpr int kReduceValues = 8;  // of a thread, 16 bytes of bf16
-constexpr int kReduceAtOnce = 8;  // choices whose values are under way together
 constexpr int kReduceThreads = 128;
 
 // What is added to a token's experts, as it lies in memory: eight columns.
@@ -30,18 +29,18 @@ __device__ __forceinline__ Addends read_addends(const Problem& p, const Arrays& 
   Addends addends{};
   const int64_t place = (token * p.hidden + column) / kReduceValues;
   if (a.shared_output != nullptr) {
-    addends.shared = __ldg(static_cast<const uint4*>(a.shared_output) + place);
+    addends.shared = __ldcg(static_cast<const uint4*>(a.shared_output) + place);
   }
   if (a.identity_weight == nullptr) return addends;
-  addends.identity_weight = __ldg(a.identity_weight + token);
+  addends.identity_weight = __ldcg(a.identity_weight + token);
   if (!a.x_is_fp8) {
-    addends.x = __ldg(static_cast<const uint4*>(a.x) + place);
+    addends.x = __ldcg(static_cast<const uint4*>(a.x) + place);
     return addends;
   }
-  const uint2 packed = __ldg(static_cast<const uint2*>(a.x) + place);
+  const uint2 packed = __ldcg(static_cast<const uint2*>(a.x) + place);
   addends.x = uint4{packed.x, packed.y, 0, 0};
   const int64_t group = token * blocks_of(p.hidden, kBlock) + column / kBlock;
-  addends.x_scale = __ldg(p.format == Format::kBlock ? a.x_scale + group : a.weights.input_scale);
+  addends.x_scale = __ldcg(p.format == Format::kBlock ? a.x_scale + group : a.weights.input_scale);
   return addends;
 }
 
@@ -68,7 +67,10 @@ __device__ __forceinline__ void add(float (&sum)[kReduceValues], float factor,
 }
 
 // Grid: tokens, then columns. What the index holds was written two kernels ago, and each kernel
-// lets the next one start only after its own wait: so it is there before this kernel's wait.
+// lets the next one start only after its own wait: so it is there before this kernel's wait, in the
+// L2 cache, past an L1 that may hold what an earlier call left. kAtOnce choices are under way
+// together.
+template <int kAtOnce>
 __global__ __launch_bounds__(kReduceThreads) void reduce_kernel(const __grid_constant__ Problem p,
                                                                 const __grid_constant__ Arrays a) {
   const int column = static_cast<int>(blockIdx.y * kReduceThreads + threadIdx.x) * kReduceValues;
@@ -78,29 +80,29 @@ __global__ __launch_bounds__(kReduceThreads) void reduce_kernel(const __grid_con
   if (exists) addends = read_addends(p, a, token, column);
   float sum[kReduceValues] = {};
   bool has_waited = false;
-  for (int first = 0; first < p.top_k; first += kReduceAtOnce) {
-    int rows[kReduceAtOnce];
-    float weights[kReduceAtOnce];
+  for (int first = 0; first < p.top_k; first += kAtOnce) {
+    int rows[kAtOnce];
+    float weights[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kReduceAtOnce; ++i) {
+    for (int i = 0; i < kAtOnce; ++i) {
       const bool is_choice = exists && first + i < p.top_k;
-      rows[i] = is_choice ? a.workspace.pair_row[token * p.top_k + first + i] : -1;
-      weights[i] = is_choice ? __ldg(a.topk_weights + token * p.top_k + first + i) : 0.0f;
+      rows[i] = is_choice ? __ldcg(a.workspace.pair_row + token * p.top_k + first + i) : -1;
+      weights[i] = is_choice ? __ldcg(a.topk_weights + token * p.top_k + first + i) : 0.0f;
     }
     if (!has_waited) {
       has_waited = true;
       wait_for_previous_kernel();
     }
-    uint4 packed[kReduceAtOnce];
+    uint4 packed[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kReduceAtOnce; ++i) {
+    for (int i = 0; i < kAtOnce; ++i) {
       packed[i] = uint4{};
       if (rows[i] < 0) continue;
       const int64_t place = int64_t{rows[i]} * p.hidden + column;
       packed[i] = static_cast<const uint4*>(a.workspace.rows.outputs)[place / kReduceValues];
     }
 #pragma unroll
-    for (int i = 0; i < kReduceAtOnce; ++i) {
+    for (int i = 0; i < kAtOnce; ++i) {
       if (rows[i] < 0) continue;
       float values[kReduceValues];
       unpack_bf16(packed[i], values);
