@@ -25,7 +25,7 @@ PAIRS = T * K
 F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
 
 
-def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+def shape(*sizes: int, dtype: Any = F32) -> Any:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
