@@ -1,6 +1,8 @@
 // What a layer of experts is, how its work is cut, and what its kernels pass to each other.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstdint>
 #include <ostream>
 
@@ -25,8 +27,12 @@ struct Problem {
   int block_rows;  // rows of inter that share a weight scale: 128, or 64; kBlock only
 };
 
-constexpr int64_t num_pairs(const Problem& p) { return int64_t{p.tokens} * p.top_k; }
-constexpr int blocks_of(int extent, int block) { return (extent + block - 1) / block; }
+__host__ __device__ constexpr int64_t num_pairs(const Problem& p) {
+  return int64_t{p.tokens} * p.top_k;
+}
+__host__ __device__ constexpr int blocks_of(int extent, int block) {
+  return (extent + block - 1) / block;
+}
 
 // How every stage cuts the work. Made by choose() alone (heuristics.h).
 struct Config {
