@@ -9,6 +9,7 @@
 
 #include "common/launch.h"
 #include "common/ptx.cuh"
+#include "fused_moe/few_pairs.cuh"
 #include "fused_moe/launch.h"
 
 namespace jax_hpc::fused_moe {
@@ -86,32 +87,28 @@ __device__ __forceinline__ void write_header(const Workspace& to, Span all) {
   *reinterpret_cast<int2*>(to.header) = int2{all.tiles, all.rows};
 }
 
-// No more pairs than one warp has lanes: each lane looks at all others.
+// No more pairs than one warp has lanes, each of which sorts one.
 __device__ __forceinline__ void index_few(const Plan& plan, const Arrays& a) {
-  constexpr int kTilesShift = 16;
   const int lane = lane_index();
   const int id = lane < plan.pairs ? a.topk_ids[lane] : 0;
   const int offset = *a.expert_offset;
   const int expert = lane < plan.pairs ? local_expert(plan, id, offset) : -1;
-  const unsigned same = __match_any_sync(kWholeWarp, expert);
-  const int rank = __popc(same & ((1u << lane) - 1));
-  const int rows = __popc(same);
-  const bool is_first = expert >= 0 && rank == 0;
-  const int own = is_first ? rows | plan.tiles_of(rows) << kTilesShift : 0;
-  int before = 0;
-  int all = 0;
-#pragma unroll 4
-  for (int i = 0; i < plan.pairs; ++i) {
-    const int other = __shfl_sync(kWholeWarp, expert, i);
-    const int theirs = __shfl_sync(kWholeWarp, own, i);
-    all += theirs;
-    if (other < expert) before += theirs;
+  const unsigned here = __ballot_sync(kWholeWarp, expert >= 0);
+  Order order = order_lanes(static_cast<uint32_t>(max(expert, 0)));
+  order.smaller &= here;
+  order.same &= here;
+  const unsigned before = order.smaller | (order.same & ((1u << lane) - 1));
+  const int row = __popc(before);
+  const int rank = row - __popc(order.smaller);
+  const int tile_rows = 1 << plan.tile_rows_log2;
+  const bool starts_tile = expert >= 0 && (rank & (tile_rows - 1)) == 0;
+  const unsigned starts = __ballot_sync(kWholeWarp, starts_tile);
+  if (starts_tile) {
+    reinterpret_cast<int4*>(a.workspace.tiles)[__popc(before & starts)] =
+        int4{expert, row, min(tile_rows, __popc(order.same) - rank), 0};
   }
-  constexpr int kRows = (1 << kTilesShift) - 1;
-  const Span first = {before & kRows, before >> kTilesShift};
-  if (is_first) write_tiles(plan, a.workspace, expert, first, rows);
-  if (lane < plan.pairs) write_pair(plan, a.workspace, lane, expert, first.rows + rank);
-  if (lane == 0) write_header(a.workspace, {all & kRows, all >> kTilesShift});
+  if (lane < plan.pairs) write_pair(plan, a.workspace, lane, expert, row);
+  if (lane == 0) write_header(a.workspace, {__popc(here), __popc(starts)});
 }
 
 template <int kWarps>
