@@ -11,7 +11,7 @@
 namespace jax_hpc::fused_moe {
 
 template <int TileRows, Format format>
-struct DownShape : StageShape<TileRows, format == Format::kBlock ? TileRows + 4 : 0, 0> {
+struct DownShape : SquareStageShape<TileRows, format == Format::kBlock ? TileRows + 4 : 0, 0> {
   static constexpr bool kHasBlocks = format == Format::kBlock;
 };
 

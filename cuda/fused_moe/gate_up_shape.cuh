@@ -18,8 +18,9 @@ constexpr int gate_up_extra_bytes(int tile_rows, int pieces, Format format) {
 }
 
 template <int TileRows, int Pieces, Format format>
-struct GateUpShape : StageShape<TileRows * Pieces, format == Format::kBlock ? TileRows + 4 : 0,
-                                gate_up_extra_bytes(TileRows, Pieces, format)> {
+struct GateUpShape
+    : SquareStageShape<TileRows * Pieces, format == Format::kBlock ? TileRows + 4 : 0,
+                       gate_up_extra_bytes(TileRows, Pieces, format)> {
   static constexpr int kTileRows = TileRows;
   static constexpr int kPieces = Pieces;
   static constexpr bool kHasBlocks = format == Format::kBlock;

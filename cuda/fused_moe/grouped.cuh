@@ -21,20 +21,20 @@ constexpr int kWeightWarp = kConsumers / kWarpSize;
 constexpr int kRowWarp = kWeightWarp + 1;
 constexpr int kThreads = (kRowWarp + 1) * kWarpSize;
 
-// A stage: 128 values of 64 weight rows, and of up to `Rows` rows of tokens, swizzled by 128 bytes.
+// A stage of either product: 128 values of 64 weight rows, and of up to `Rows` rows of tokens,
+// swizzled by 128 bytes.
 constexpr int kStageValues = 128;
 constexpr int kGroupRows = 8;  // rows of a swizzled group
 constexpr int kGroupBytes = kGroupRows * kStageValues;
 constexpr int kWeightRows = 64;
 constexpr int kWeightBytes = kWeightRows * kStageValues;
 
-// Rows: of the tokens' operand. Scales: floats that come with a stage. ExtraBytes: what the kernel
-// needs beside the ring, a multiple of 16.
-template <int Rows, int Scales, int ExtraBytes>
+// Scales: floats that come with a stage. ExtraBytes: what the kernel needs beside the ring.
+template <int WeightBytes, int RowBytes, int Scales, int ExtraBytes, int CtasOfSm>
 struct StageShape {
-  static constexpr int kRows = Rows;
-  static constexpr int kCtasOfSm = Rows <= 32 ? 3 : 2;
-  static constexpr int kStageBytes = kWeightBytes + Rows * kStageValues;
+  static constexpr int kCtasOfSm = CtasOfSm;
+  static constexpr int kRowsAt = WeightBytes;
+  static constexpr int kStageBytes = WeightBytes + RowBytes;
   static constexpr int kScaleBytes = Scales * int{sizeof(float)};
   static constexpr int kAlignment = kGroupBytes;
   static constexpr int kBudget = 228 * 1024 / kCtasOfSm - 1024 - kAlignment - ExtraBytes;
@@ -44,7 +44,14 @@ struct StageShape {
   static constexpr int kBarriersAt = kScalesAt + kStages * kScaleBytes;
   static constexpr int kExtraAt = kBarriersAt + kStages * 16;
   static constexpr int kSharedBytes = kExtraAt + ExtraBytes + kAlignment;
-  static_assert(kScaleBytes % 16 == 0 && ExtraBytes % 16 == 0 && kStages >= 4);
+  static_assert(kStageBytes % kAlignment == 0 && kScaleBytes % 16 == 0 && ExtraBytes % 16 == 0);
+  static_assert(kStages >= 3);
+};
+
+template <int Rows, int Scales, int ExtraBytes>
+struct SquareStageShape
+    : StageShape<kWeightBytes, Rows * kStageValues, Scales, ExtraBytes, Rows <= 32 ? 3 : 2> {
+  static constexpr int kRows = Rows;
 };
 
 template <class Shape>
@@ -55,7 +62,7 @@ struct StageMemory {
     return start + stage * Shape::kStageBytes;
   }
   __device__ __forceinline__ SharedAddress rows(int stage) const {
-    return weights(stage) + kWeightBytes;
+    return weights(stage) + Shape::kRowsAt;
   }
   __device__ __forceinline__ SharedAddress scales(int stage) const {
     return start + Shape::kScalesAt + stage * Shape::kScaleBytes;

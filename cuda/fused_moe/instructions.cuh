@@ -23,6 +23,15 @@ __device__ __forceinline__ void copy_weights(SharedAddress to, const CUtensorMap
 }
 
 __device__ __forceinline__ void copy_weights(SharedAddress to, const CUtensorMap* map,
+                                             SharedAddress barrier, int x, int y, int z, int u) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u), "l"(kEvictFirst)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_weights(SharedAddress to, const CUtensorMap* map,
                                              SharedAddress barrier, int x, int y, int z, int u,
                                              int v) {
   asm volatile(

@@ -16,7 +16,8 @@ struct Dimension {
 };
 
 template <int Rank>
-cudaError_t encode(const void* array, const Dimension (&dimensions)[Rank], CUtensorMap* map) {
+cudaError_t encode(const void* array, const Dimension (&dimensions)[Rank], CUtensorMap* map,
+                   CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   const TensorMapEncoder& encoder = tensor_map_encoder();
   if (encoder.status != cudaSuccess) return encoder.status;
   cuuint64_t extent[Rank];
@@ -29,10 +30,10 @@ cudaError_t encode(const void* array, const Dimension (&dimensions)[Rank], CUten
     element_strides[i] = 1;
     if (i > 0) strides[i - 1] = dimensions[i].stride;
   }
-  const CUresult result = encoder.encode(
-      map, CU_TENSOR_MAP_DATA_TYPE_UINT8, Rank, const_cast<void*>(array), extent, strides, box,
-      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encoder.encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, Rank, const_cast<void*>(array), extent,
+                     strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -80,6 +81,28 @@ cudaError_t make_act_map(const Problem& p, const void* act, CUtensorMap* map) {
   const Dimension dimensions[] = {{inter, kRowValues, 1},
                                   {static_cast<uint64_t>(num_pairs(p)), kGroupRows, inter}};
   return encode(act, dimensions, map);
+}
+
+cudaError_t make_down_pairs_map(const Problem& p, const void* down, CUtensorMap* map) {
+  constexpr uint32_t kPairs = 64;
+  constexpr uint64_t kRowsOfPair = 3;
+  const auto hidden = static_cast<uint64_t>(p.hidden);
+  const auto inter = static_cast<uint64_t>(p.inter);
+  const Dimension dimensions[] = {{kRowValues, kRowValues, 1},
+                                  {hidden / 2, kPairs, 2 * inter},
+                                  {kRowsOfPair, kRowsOfPair, kRowValues},
+                                  {static_cast<uint64_t>(p.experts), 1, hidden * inter}};
+  return encode(down, dimensions, map);
+}
+
+cudaError_t make_act_pieces_map(const Problem& p, const void* act, CUtensorMap* map) {
+  constexpr uint64_t kPieceValues = 64;
+  constexpr uint64_t kPieces = 3;
+  const Dimension dimensions[] = {
+      {kPieceValues, kPieceValues, 1},
+      {static_cast<uint64_t>(num_pairs(p)), kGroupRows, static_cast<uint64_t>(p.inter)},
+      {kPieces, kPieces, kPieceValues}};
+  return encode(act, dimensions, map, CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 }  // namespace jax_hpc::fused_moe

@@ -14,4 +14,8 @@ cudaError_t make_gate_up_map(const Problem& p, const Config& config, const void*
 cudaError_t make_down_map(const Problem& p, const void* down, CUtensorMap* map);
 cudaError_t make_act_map(const Problem& p, const void* act, CUtensorMap* map);
 
+// The same for an intermediate of 192 columns (down_pairs.cuh).
+cudaError_t make_down_pairs_map(const Problem& p, const void* down, CUtensorMap* map);
+cudaError_t make_act_pieces_map(const Problem& p, const void* act, CUtensorMap* map);
+
 }  // namespace jax_hpc::fused_moe
