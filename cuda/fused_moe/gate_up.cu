@@ -3,6 +3,7 @@
 #include "fused_moe/gate_up.cuh"
 #include "fused_moe/gemm.h"
 #include "fused_moe/maps.h"
+#include "fused_moe/resident.h"
 
 namespace jax_hpc::fused_moe {
 namespace {
@@ -14,13 +15,18 @@ cudaError_t launch_shape(const Problem& p, const Config& config, const GateUpArr
   using Shape = GateUpShape<TileRows, Pieces, format>;
   const int64_t tasks = max_tiles(p, config) * ceil_div(p.inter, Shape::kColumns * Shape::kTeam);
   if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
-  const int teams = std::max(1, Shape::kCtasOfSm * num_sms / Shape::kTeam);
-  const auto ctas = static_cast<unsigned>(std::min<int64_t>(tasks, teams) * Shape::kTeam);
-  const LaunchShape shape{.grid = dim3(ctas),
-                          .threads = kThreads,
-                          .shared_bytes = Shape::kSharedBytes,
-                          .cluster = Shape::kTeam,
-                          .overlaps_previous = overlaps_previous};
+  LaunchShape shape{.threads = kThreads,
+                    .shared_bytes = Shape::kSharedBytes,
+                    .cluster = Shape::kTeam,
+                    .overlaps_previous = overlaps_previous};
+  int teams = Shape::kCtasOfSm * num_sms;
+  if (Shape::kTeam > 1) {
+    const cudaError_t status =
+        count_resident_clusters(gate_up_kernel<TileRows, Pieces, format>, shape, &teams);
+    if (status != cudaSuccess) return status;
+  }
+  const int64_t used = std::max<int64_t>(1, std::min<int64_t>(tasks, teams));
+  shape.grid = dim3(static_cast<unsigned>(used * Shape::kTeam));
   return jax_hpc::launch(gate_up_kernel<TileRows, Pieces, format>, shape, stream, p, arrays, map);
 }
 

@@ -34,46 +34,71 @@ __device__ __forceinline__ void add_stage(const StageMemory<Shape>& memory, int 
   }
 }
 
-// By the consumers.
+// Products of turns of a task, added to the totals.
 template <class Shape>
-__device__ __forceinline__ void multiply_gate_up(const StageMemory<Shape>& memory, const Problem& p,
-                                                 TaskWalk walk, int member, int turns,
-                                                 const GateUpArrays& arrays) {
+__device__ __forceinline__ void multiply_turns(const StageMemory<Shape>& memory, int turns,
+                                               const Fragment& f, RingPlace<Shape::kStages>& place,
+                                               float (&totals)[Shape::kRows / 2]) {
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn, place.advance()) {
+    float sums[Shape::kRows / 2];
+    wait(memory.full(place.stage), place.parity);
+    fence_for_products();
+    wgmma_fence();
+    multiply<Shape::kRows>(memory.weights(place.stage), memory.rows(place.stage), sums);
+    wgmma_commit();
+    wgmma_wait<0>();
+    hold_all(sums);
+    add_stage<Shape>(memory, place.stage, f, sums, totals);
+    release(memory, place.stage, f.lane);
+  }
+}
+
+// By the consumers, of static scales.
+template <class Shape>
+__device__ __forceinline__ void multiply_tensor(const StageMemory<Shape>& memory, const Problem& p,
+                                                TaskWalk walk, int turns,
+                                                const GateUpArrays& arrays) {
   const Fragment f(static_cast<int>(threadIdx.x));
   RingPlace<Shape::kStages> place;
   Tile tile;
   int part;
   for (int task = 0; walk.next(tile, part); ++task) {
+    const TensorScales scales(arrays.weights, tile.expert);
     float totals[Shape::kRows / 2] = {};
-    [[maybe_unused]] const auto run = [&] {
-#pragma unroll 1
-      for (int turn = 0; turn < turns; ++turn, place.advance()) {
-        float sums[Shape::kRows / 2];
-        wait(memory.full(place.stage), place.parity);
-        fence_for_products();
-        wgmma_fence();
-        multiply<Shape::kRows>(memory.weights(place.stage), memory.rows(place.stage), sums);
-        wgmma_commit();
-        wgmma_wait<0>();
-        hold_all(sums);
-        add_stage<Shape>(memory, place.stage, f, sums, totals);
-        release(memory, place.stage, f.lane);
-      }
-    };
-    const int column0 = (part * Shape::kTeam + member) * Shape::kColumns;
-    if constexpr (Shape::kHasBlocks) {
-      run();
-      write_block<Shape>(memory, p, arrays.rows, tile, part, member, f, task, totals);
+    multiply_turns<Shape>(memory, turns, f, place, totals);
+    const int column0 = part * Shape::kColumns;
+    if constexpr (Shape::kPieces > 1) {
+      write_pieces<Shape>(memory, p, arrays.rows, tile, scales, column0, f, task % 2, totals);
     } else {
-      const TensorScales scales(arrays.weights, tile.expert);
-      run();
-      if constexpr (Shape::kPieces > 1) {
-        write_pieces<Shape>(memory, p, arrays.rows, tile, scales, column0, f, task % 2, totals);
-      } else {
-        write_tensor<Shape>(p, arrays.rows, tile, scales, column0, f, totals);
-      }
+      write_tensor<Shape>(p, arrays.rows, tile, scales, column0, f, totals);
     }
   }
+}
+
+// By the consumers, of block scales. A task's results are written in the middle of the next one.
+template <class Shape>
+__device__ __forceinline__ void multiply_block(const StageMemory<Shape>& memory, const Problem& p,
+                                               TaskWalk walk, int member, int turns,
+                                               const GateUpArrays& arrays) {
+  const Fragment f(static_cast<int>(threadIdx.x));
+  const int turns_before = turns / 2;
+  RingPlace<Shape::kStages> place;
+  Unscaled<Shape> last;
+  Tile tile;
+  int part;
+  int task = 0;
+  for (; walk.next(tile, part); ++task) {
+    float totals[Shape::kRows / 2] = {};
+    multiply_turns<Shape>(memory, turns_before, f, place, totals);
+    if (task > 0) write_scaled(memory, p, arrays.rows, f, member, last);
+    multiply_turns<Shape>(memory, turns - turns_before, f, place, totals);
+    last.tile = tile;
+    last.part = part;
+    last.task = task;
+    send_magnitudes<Shape>(memory, f, member, totals, last);
+  }
+  if (task > 0) write_scaled(memory, p, arrays.rows, f, member, last);
 }
 
 // Grid: any number of teams, which share the tasks.
@@ -120,7 +145,11 @@ __global__ void __launch_bounds__(kThreads, GateUpShape<TileRows, Pieces, format
   } else if (warp == kRowWarp) {
     copy_rows<Shape>(memory, p, walk, member, turns, arrays, few, lane);
   } else {
-    multiply_gate_up<Shape>(memory, p, walk, member, turns, arrays);
+    if constexpr (Shape::kHasBlocks) {
+      multiply_block<Shape>(memory, p, walk, member, turns, arrays);
+    } else {
+      multiply_tensor<Shape>(memory, p, walk, turns, arrays);
+    }
   }
 }
 

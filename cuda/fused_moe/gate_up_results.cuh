@@ -83,31 +83,49 @@ __device__ __forceinline__ void write_pieces(const StageMemory<Shape>& memory, c
 }
 
 // Dynamic scales: every warp sends its tokens' largest magnitudes to the four CTAs whose columns
-// share a scale, which find the same scale from them. Two places alternate between tasks: a CTA
-// sends those of the next task but one only after it has those of the next from all others, which
-// have read the last ones by then.
+// share a scale, which find the same scale from them. Nobody waits for the others' at once: the
+// products of the next task come first.
 template <class Shape>
-__device__ __forceinline__ void write_block(const StageMemory<Shape>& memory, const Problem& p,
-                                            const RowBuffers& rows, const Tile& tile, int part,
-                                            int member, const Fragment& f, int task,
-                                            float (&totals)[Shape::kRows / 2]) {
+struct Unscaled {
+  float act[Shape::kRows / 4];  // of each 8 tokens two, Fragment::token0 and the next
+  Tile tile;
+  int part;
+  int task;
+};
+
+// Two places alternate between tasks: a warp sends the magnitudes of the next task but one only
+// after it has those of the next from all warps, which have read the last ones by then.
+template <class Shape>
+__device__ __forceinline__ SharedAddress exchange_barrier(const StageMemory<Shape>& memory,
+                                                          int task) {
+  return memory.extra() + Shape::kExchangeAt + task % 2 * 8;
+}
+template <class Shape>
+__device__ __forceinline__ SharedAddress magnitudes(const StageMemory<Shape>& memory, int task) {
+  return memory.extra() + Shape::kMagnitudesAt + task % 2 * Shape::kMagnitudeBytes;
+}
+
+template <class Shape>
+__device__ __forceinline__ void send_magnitudes(const StageMemory<Shape>& memory, const Fragment& f,
+                                                int member, const float (&totals)[Shape::kRows / 2],
+                                                Unscaled<Shape>& unscaled) {
   constexpr int kFloat = int{sizeof(float)};
-  const int place = task % 2;
-  const SharedAddress barrier = memory.extra() + Shape::kExchangeAt + place * 8;
-  const SharedAddress magnitudes =
-      memory.extra() + Shape::kMagnitudesAt + place * Shape::kMagnitudeBytes;
+  const SharedAddress barrier = exchange_barrier(memory, unscaled.task);
   if (f.warp == 0 && f.lane == 0) arrive_expecting(barrier, Shape::kMagnitudeBytes);
+  __syncwarp();  // all its lanes have read the last ones
   // Lanes of rows 0 to 3 send to one CTA each.
   const auto peer = static_cast<uint32_t>(f.row % kScaleTeam);
   const int sender = member * (kConsumers / kWarpSize) + f.warp;
-  const SharedAddress to =
-      address_in_cluster(magnitudes + (sender * Shape::kTileRows + f.token0) * kFloat, peer);
+  const SharedAddress to = address_in_cluster(
+      magnitudes(memory, unscaled.task) + (sender * Shape::kTileRows + f.token0) * kFloat, peer);
   const SharedAddress barrier_there = address_in_cluster(barrier, peer);
 #pragma unroll
   for (int j = 0; j < Shape::kRows / 8; ++j) {
-    totals[4 * j] = silu_times(totals[4 * j], totals[4 * j + 2]);
-    totals[4 * j + 1] = silu_times(totals[4 * j + 1], totals[4 * j + 3]);
-    float2 most = {fabsf(totals[4 * j]), fabsf(totals[4 * j + 1])};
+    const float2 act = {silu_times(totals[4 * j], totals[4 * j + 2]),
+                        silu_times(totals[4 * j + 1], totals[4 * j + 3])};
+    unscaled.act[2 * j] = act.x;
+    unscaled.act[2 * j + 1] = act.y;
+    float2 most = {fabsf(act.x), fabsf(act.y)};
 #pragma unroll
     for (int distance = 4; distance < kWarpSize; distance *= 2) {
       most.x = larger_magnitude(most.x, __shfl_xor_sync(0xffffffff, most.x, distance));
@@ -115,32 +133,40 @@ __device__ __forceinline__ void write_block(const StageMemory<Shape>& memory, co
     }
     if (f.row < kScaleTeam) send(to + 8 * j * kFloat, most, barrier_there);
   }
-  wait_for_cluster(barrier, static_cast<uint32_t>(task / 2 % 2));
-  const int column = (part * kScaleTeam + member) * Shape::kColumns + f.warp * kGroupRows + f.row;
+}
+
+template <class Shape>
+__device__ __forceinline__ void write_scaled(const StageMemory<Shape>& memory, const Problem& p,
+                                             const RowBuffers& rows, const Fragment& f, int member,
+                                             const Unscaled<Shape>& unscaled) {
+  constexpr int kFloat = int{sizeof(float)};
+  wait_for_cluster(exchange_barrier(memory, unscaled.task),
+                   static_cast<uint32_t>(unscaled.task / 2 % 2));
+  const SharedAddress from = magnitudes(memory, unscaled.task);
+  const Tile& tile = unscaled.tile;
+  const int column0 = (unscaled.part * kScaleTeam + member) * Shape::kColumns;
+  const int column = column0 + f.warp * kGroupRows + f.row;
   const int groups = ceil_div(p.inter, kBlock);
 #pragma unroll
   for (int j = 0; j < Shape::kRows / 8; ++j) {
+    const int token = 8 * j + f.token0;
     float2 most = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kSenders; ++i) {
-      const float2 one =
-          load_shared_pair(magnitudes + (i * Shape::kTileRows + 8 * j + f.token0) * kFloat);
+      const float2 one = load_shared_pair(from + (i * Shape::kTileRows + token) * kFloat);
       most = {larger_magnitude(most.x, one.x), larger_magnitude(most.y, one.y)};
     }
     const float2 scale = {scale_of_largest(most.x), scale_of_largest(most.y)};
-    const int token = 8 * j + f.token0;
     if (member == 0 && f.warp == 0 && f.row == 0) {
-      float* out = rows.act_scale + static_cast<int64_t>(tile.first_row + token) * groups + part;
+      float* out =
+          rows.act_scale + static_cast<int64_t>(tile.first_row + token) * groups + unscaled.part;
       if (token < tile.rows) out[0] = scale.x;
       if (token + 1 < tile.rows) out[groups] = scale.y;
     }
-    if (column < p.inter) {
-      write_column(p, rows, tile, token, column, {totals[4 * j], totals[4 * j + 1]},
-                   {1.0f / scale.x, 1.0f / scale.y});
-    }
+    if (column >= p.inter) continue;
+    write_column(p, rows, tile, token, column, {unscaled.act[2 * j], unscaled.act[2 * j + 1]},
+                 {1.0f / scale.x, 1.0f / scale.y});
   }
-  // Nobody of this CTA sends for the next task but one before all of it have read.
-  sync_threads<kConsumers>(1);
 }
 
 }  // namespace jax_hpc::fused_moe
