@@ -15,7 +15,8 @@ cudaError_t launch_shape(const Problem& p, const Config& config, const GateUpArr
   using Shape = GateUpShape<TileRows, Pieces, format>;
   const int64_t tasks = max_tiles(p, config) * ceil_div(p.inter, Shape::kColumns * Shape::kTeam);
   if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
-  LaunchShape shape{.threads = kThreads,
+  LaunchShape shape{.grid = dim3(1),
+                    .threads = kThreads,
                     .shared_bytes = Shape::kSharedBytes,
                     .cluster = Shape::kTeam,
                     .overlaps_previous = overlaps_previous};
