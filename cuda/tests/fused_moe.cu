@@ -171,13 +171,9 @@ std::string x_fault(const Setup& setup, const Truth& truth, const Device& device
   return "";
 }
 
-std::string stage_fault(const Setup& setup, const Config& config, const Inputs& in,
-                        const Device& device) {
+std::vector<double> act_of(const Setup& setup, const Inputs& in, const Truth& truth,
+                           const Device& device) {
   const Problem& p = setup.p;
-  const Truth truth = truth_of(setup, in);
-  std::string fault = index_fault(setup, config, truth, device);
-  if (fault.empty()) fault = x_fault(setup, truth, device);
-  if (!fault.empty()) return fault;
   std::vector<double> act(truth.act.size());
   const Bytes values = device.act.host();
   const Floats scales = device.act_scale.host();
@@ -189,23 +185,66 @@ std::string stage_fault(const Setup& setup, const Config& config, const Inputs& 
                             : in.act_scale[truth.row_expert[row]];
     act[i] = double{from_fp8(values[i])} * scale;
   }
-  // One rounding to e4m3 may fall to the other side.
-  constexpr Bounds kActBounds = {0.9999, 0.07};
-  constexpr Bounds kBounds = {0.9999, 0.01};
-  constexpr Bounds kReduceBounds = {0.99999, 0.005};
+  return act;
+}
+
+// How many values of act were looked at, and how many were rounded to the other side than those of
+// the truth: tensor cores add up with fewer bits than float32 has.
+struct Rounded {
+  size_t all = 0;
+  size_t otherwise = 0;
+};
+
+std::string act_fault(const std::vector<double>& act, const Truth& truth, Rounded* rounded) {
+  constexpr double kStep = 0.14;  // of e4m3 beside the value, and a little
+  constexpr double kMostOtherwise = 0.02;
+  double largest = 1;
+  for (const double want : truth.act) {
+    if (!std::isnan(want)) largest = std::max(largest, std::abs(want));
+  }
+  size_t otherwise = 0;
+  for (size_t i = 0; i < act.size(); ++i) {
+    const double want = truth.act[i];
+    if (std::isnan(act[i]) && std::isnan(want)) continue;
+    const double error = std::abs(act[i] - want);
+    if (!(error <= kStep * std::abs(want) + 1e-4 * largest)) {
+      std::ostringstream text;
+      text << "act of place " << i << ": got " << act[i] << ", expected " << want;
+      return text.str();
+    }
+    if (error > 0.03 * std::abs(want)) ++otherwise;
+  }
+  rounded->all += act.size();
+  rounded->otherwise += otherwise;
+  const double most = 3 + kMostOtherwise * static_cast<double>(act.size());
+  return static_cast<double>(otherwise) <= most ? "" : std::to_string(otherwise) + " values of act";
+}
+
+std::string stage_fault(const Setup& setup, const Config& config, const Inputs& in,
+                        const Device& device, Rounded* rounded) {
+  const Problem& p = setup.p;
+  const Truth truth = truth_of(setup, in);
+  std::string fault = index_fault(setup, config, truth, device);
+  if (fault.empty()) fault = x_fault(setup, truth, device);
+  const std::vector<double> act = act_of(setup, in, truth, device);
+  if (fault.empty()) fault = act_fault(act, truth, rounded);
+  // What follows is judged by what was read, since a rounding to the other side shows in all of it.
+  constexpr Bounds kOneRounding = {0.99999, 0.005};
+  constexpr Bounds kAltogether = {0.9995, 0.05};
   const std::vector<double> outputs = widened(device.outputs.host(), truth.outputs.size());
   const std::vector<double> out = widened(device.out.host(), truth.out.size());
-  fault = compare("act", act, truth.act, kActBounds, p.inter);
-  if (fault.empty()) fault = compare("outputs", outputs, truth.outputs, kBounds, p.hidden);
+  if (fault.empty()) {
+    fault = compare("outputs", outputs, outputs_of(setup, in, truth, act), kOneRounding, p.hidden);
+  }
   if (fault.empty()) {
     const std::vector<double> sums = weighted_sums(setup, in, truth, outputs);
-    fault = compare("weighted sum", out, sums, kReduceBounds, p.hidden);
+    fault = compare("weighted sum", out, sums, kOneRounding, p.hidden);
   }
-  return fault.empty() ? compare("out", out, truth.out, kBounds, p.hidden) : fault;
+  return fault.empty() ? compare("out", out, truth.out, kAltogether, p.hidden) : fault;
 }
 
 // What is wrong with a layer; empty if nothing is.
-std::string fault_of(const Setup& setup, uint32_t seed) {
+std::string fault_of(const Setup& setup, uint32_t seed, Rounded* rounded) {
   const Problem& p = setup.p;
   const Inputs in = make_inputs(setup, seed);
   DeviceArray<__nv_bfloat16> x(in.x), shared(in.shared);
@@ -240,7 +279,7 @@ std::string fault_of(const Setup& setup, uint32_t seed) {
     if (!fault.empty()) return fault + " is written behind its end";
     const std::string bits = bytes_of(device.out.host());
     if (!first.empty() && bits != first) return overlaps ? "overlap differs" : "a repeat differs";
-    if (first.empty()) fault = stage_fault(setup, config, in, device);
+    if (first.empty()) fault = stage_fault(setup, config, in, device, rounded);
     if (!fault.empty()) return fault;
     first = bits;
   }
@@ -302,17 +341,19 @@ std::vector<Setup> all_setups(bool small) {
 int check(bool small) {
   constexpr const char* kRoutings[] = {"uniform", "skewed", "one expert", "nobody", "garbage"};
   int failures = 0;
+  Rounded rounded;
   const std::vector<Setup> setups = all_setups(small);
   for (size_t i = 0; i < setups.size(); ++i) {
     const Setup& setup = setups[i];
-    const std::string fault = fault_of(setup, static_cast<uint32_t>(i));
+    const std::string fault = fault_of(setup, static_cast<uint32_t>(i), &rounded);
     if (fault.empty()) continue;
     ++failures;
     std::cout << setup.p << ", " << kRoutings[static_cast<int>(setup.routing)]
               << (setup.x_is_fp8 ? ", fp8 x" : "") << (setup.has_nan ? ", NaN" : "") << ", "
               << choose(setup.p, kSms) << ": " << fault << std::endl;
   }
-  std::cout << setups.size() - failures << " passed, " << failures << " failed\n";
+  std::cout << setups.size() - failures << " passed, " << failures << " failed; of " << rounded.all
+            << " values of act " << rounded.otherwise << " are rounded to the other side\n";
   return failures == 0 ? 0 : 1;
 }
 

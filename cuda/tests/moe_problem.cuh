@@ -49,6 +49,15 @@ inline float from_fp8(uint8_t bits) {
 inline __nv_bfloat16 to_bf16(float value) { return __float2bfloat16(value); }
 inline float from_bf16(__nv_bfloat16 value) { return __bfloat162float(value); }
 
+// What each e4m3 byte stands for.
+struct Values {
+  float of[256];
+
+  Values() {
+    for (int i = 0; i < 256; ++i) of[i] = from_fp8(static_cast<uint8_t>(i));
+  }
+};
+
 struct Inputs {
   std::vector<__nv_bfloat16> x, shared;
   Bytes x_fp8, gate_up, down;
@@ -240,17 +249,31 @@ inline void multiply_row(const Setup& setup, const Inputs& in, const float* tabl
   }
   Quantized act;
   quantize_row(activation.data(), p.inter, is_block ? nullptr : &in.act_scale[expert], &act);
-  Doubles hidden(p.inter);
   for (int i = 0; i < p.inter; ++i) {
-    hidden[i] = double{table[act.values[i]]} * act.scale[i / kBlock];
-    truth->act.push_back(hidden[i]);
+    truth->act.push_back(double{table[act.values[i]]} * act.scale[i / kBlock]);
   }
-  const Matrix down{in.down.data() + expert * size,
-                    is_block ? in.down_blocks.data() + expert * blocks : &in.down_scale[expert],
-                    p.inter, is_block ? kBlock : 0, is_block ? p.block_rows : 1};
-  for (int i = 0; i < p.hidden; ++i) {
-    truth->outputs.push_back(product(down, i, hidden.data(), table));
+}
+
+// Outputs of the experts [rows, hidden] for some act, which need not be the truth's.
+inline Doubles outputs_of(const Setup& setup, const Inputs& in, const Truth& truth,
+                          const Doubles& act) {
+  const Problem& p = setup.p;
+  const bool is_block = p.format == Format::kBlock;
+  const size_t size = size_t(p.inter) * p.hidden;
+  const size_t blocks =
+      is_block ? size_t(blocks_of(p.inter, p.block_rows)) * blocks_of(p.hidden, kBlock) : 0;
+  const Values values;
+  Doubles outputs;
+  for (size_t row = 0; row < truth.row_expert.size(); ++row) {
+    const size_t expert = truth.row_expert[row];
+    const Matrix down{in.down.data() + expert * size,
+                      is_block ? in.down_blocks.data() + expert * blocks : &in.down_scale[expert],
+                      p.inter, is_block ? kBlock : 0, is_block ? p.block_rows : 1};
+    for (int i = 0; i < p.hidden; ++i) {
+      outputs.push_back(product(down, i, act.data() + row * p.inter, values.of));
+    }
   }
+  return outputs;
 }
 
 // The weighted sums of some outputs, which need not be the truth's.
@@ -279,8 +302,7 @@ inline Doubles weighted_sums(const Setup& setup, const Inputs& in, const Truth& 
 inline Truth truth_of(const Setup& setup, const Inputs& in) {
   const Problem& p = setup.p;
   const bool is_block = p.format == Format::kBlock;
-  float table[256];
-  for (int i = 0; i < 256; ++i) table[i] = from_fp8(static_cast<uint8_t>(i));
+  const Values values;
   Truth truth;
   sort_pairs(setup, in, &truth);
   if (setup.x_is_fp8) {
@@ -293,8 +315,9 @@ inline Truth truth_of(const Setup& setup, const Inputs& in) {
     }
   }
   for (size_t row = 0; row < truth.row_token.size(); ++row) {
-    multiply_row(setup, in, table, static_cast<int>(row), &truth);
+    multiply_row(setup, in, values.of, static_cast<int>(row), &truth);
   }
+  truth.outputs = outputs_of(setup, in, truth, truth.act);
   truth.out = weighted_sums(setup, in, truth, truth.outputs);
   return truth;
 }
