@@ -82,9 +82,12 @@ RUN = jax.jit(functools.partial(fused_moe, implementation="cuda"))
 
 
 def check(args: dict[str, Any]) -> jax.Array:
-    """The bounds of design 3.7 against float64 with the same quantisation points."""
+    """The bounds of the operator's page, against float64 with the same quantisation points.
+
+    Beside them what a value near a tie of e4m3 may do (:mod:`tests.support.moe_truth`).
+    """
     got = RUN(**args)
-    want = moe_truth.moe(
+    want, slack = moe_truth.moe_and_slack(
         args["x"],
         args["topk_ids"],
         np.nan_to_num(np.asarray(args["topk_weights"])),
@@ -94,8 +97,9 @@ def check(args: dict[str, Any]) -> jax.Array:
         shared=args.get("shared_output"),
         identity=args.get("identity_weight"),
     )
-    assert cosine(got, want) >= 0.9999
-    assert_close(got, want, atol=0.01 * np.abs(want).max())
+    largest = np.abs(want).max()
+    assert_close(got, want, atol=0.01 * largest + slack)
+    assert cosine(got, want) >= 0.9999 - 0.5 * (np.square(slack).sum() / np.square(want).sum())
     return got
 
 
@@ -225,17 +229,20 @@ def test_ranks_add_up_to_the_whole(rng: np.random.Generator, format: str) -> Non
 
 
 BY_XLA = jax.jit(functools.partial(fused_moe, implementation="xla"))
+# Few columns of the intermediate, so that one that rounds to the other side shows in the result.
+SORTED = {
+    "many experts": (300, 8, 512, 32, 16),
+    "two CTAs sort": (1030, 8, 40, 64, 32),
+    "many CTAs sort": (16400, 16, 7, 32, 16),
+}
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(
-    "sizes",
-    [(64, 8, 64, 4096, 192), (300, 8, 512, 32, 16), (1030, 8, 40, 64, 32), (16400, 16, 7, 32, 16)],
-    ids=["real", "many experts", "two CTAs sort", "many CTAs sort"],
-)
-def test_against_xla(rng: np.random.Generator, format: str, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("sizes", ["real", *SORTED])
+def test_against_xla(rng: np.random.Generator, format: str, sizes: str) -> None:
     """Where float64 on the host would take minutes."""
-    args = draw(rng, Layer(format, *sizes))
+    layer = Layer(format, *SORTED.get(sizes, (64, 8, 64, 4096, 192)))
+    args = draw(rng, layer)
     got, want = (np.asarray(run(**args), np.float32) for run in (RUN, BY_XLA))
     assert cosine(got, want) >= 0.9999
-    assert_close(got, want, atol=0.01 * np.abs(want).max())
+    assert_close(got, want, atol=(0.05 if sizes in SORTED else 0.01) * np.abs(want).max())
