@@ -23,7 +23,8 @@ cudaError_t launch_kernel(Kernel kernel, int task_rows, const Problem& p, const 
   const LaunchShape shape{.grid = dim3(ctas),
                           .threads = kThreads,
                           .shared_bytes = Shape::kSharedBytes,
-                          .overlaps_previous = overlaps_previous};
+                          .overlaps_previous = overlaps_previous,
+                          .prefers_shared = true};
   return jax_hpc::launch(kernel, shape, stream, p, arrays, maps.weights, maps.act);
 }
 

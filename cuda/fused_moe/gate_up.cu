@@ -19,7 +19,8 @@ cudaError_t launch_shape(const Problem& p, const Config& config, const GateUpArr
                     .threads = kThreads,
                     .shared_bytes = Shape::kSharedBytes,
                     .cluster = Shape::kTeam,
-                    .overlaps_previous = overlaps_previous};
+                    .overlaps_previous = overlaps_previous,
+                    .prefers_shared = true};
   int teams = Shape::kCtasOfSm * num_sms;
   if (Shape::kTeam > 1) {
     const cudaError_t status =

@@ -30,63 +30,74 @@ __device__ __forceinline__ void copy_gate_up(const StageMemory<Shape>& memory, c
   }
 }
 
-// The copies of a stage's token rows and scales by the lanes of one warp.
+// The copies of a stage's token rows and scales by the lanes of one warp. With one piece eight
+// lanes take a row's 128 bytes and a lane every fourth row; with four the warp takes a row's 512
+// bytes.
 template <class Shape>
 class RowCopies {
  public:
   __device__ __forceinline__ RowCopies(const StageMemory<Shape>& memory, const Problem& p,
                                        const GateUpArrays& arrays, const FewPairs* few, int lane)
-      : memory_(memory), p_(p), arrays_(arrays), few_(few), lane_(lane) {}
+      : memory_(memory), p_(p), arrays_(arrays), few_(few), lane_(lane), hidden_(p.hidden) {
+    const int unit = lane % kUnitsOfRow;
+    const int group = lane / kUnitsOfRow;
+    hidden0_ = (kHasPieces ? lane : unit) * kUnit;
+    first_row_ = kHasPieces ? 0 : group;
+    place_[0] = group * (kHasPieces ? kGroupBytes : kStageValues) +
+                (kHasPieces ? unit : unit ^ group) * kUnit;
+    place_[1] = place_[0] ^ (kRowsAtOnce * (kStageValues + kUnit));
+  }
 
   __device__ __forceinline__ void start_task(const Tile& tile, int column) {
     rows_ = tile.rows;
+    count_ = (tile.rows - first_row_ + kRowsAtOnce - 1) / kRowsAtOnce;
     const auto* values = static_cast<const uint8_t*>(arrays_.x.values);
 #pragma unroll
     for (int i = 0; i < kRowsOfLane; ++i) {
-      if (row(i) >= rows_) continue;
-      const int token = token_of(tile.first_row + row(i));
-      from_[i] = values + static_cast<int64_t>(token) * p_.hidden + hidden0();
+      if (i >= count_) continue;
+      const int token = token_of(tile.first_row + first_row_ + i * kRowsAtOnce);
+      from_[i] = values + static_cast<int64_t>(token) * hidden_ + hidden0_;
     }
     if constexpr (Shape::kHasBlocks) start_scales(tile, column);
   }
 
   __device__ __forceinline__ void copy(int turn, int stage) {
     const int offset = turn * Shape::kTurnValues;
-    const bool valid = offset + hidden0() < p_.hidden;
+    const SharedAddress to = memory_.rows(stage);
+    if (offset + hidden0_ < hidden_) {
 #pragma unroll
-    for (int i = 0; i < kRowsOfLane; ++i) {
-      if (row(i) >= rows_) continue;
+      for (int i = 0; i < kRowsOfLane; ++i) {
+        if (i < count_) copy_16(to + place(i), from_[i] + offset, true);
+      }
+    } else {
       // What no token has is zero, for the weights are zero there, and zero times NaN is not.
-      copy_16(memory_.rows(stage) + place(i), from_[i] + (valid ? offset : -hidden0()), valid);
+#pragma unroll
+      for (int i = 0; i < kRowsOfLane; ++i) {
+        if (i < count_) copy_16(to + place(i), arrays_.x.values, false);
+      }
     }
     if constexpr (Shape::kHasBlocks) copy_scales(turn, stage);
   }
 
  private:
+  static constexpr bool kHasPieces = Shape::kPieces > 1;
   static constexpr int kUnit = 16;  // bytes of a copy, which are values too
   static constexpr int kUnitsOfRow = kStageValues / kUnit;
-  static constexpr int kRowsAtOnce = Shape::kPieces == 1 ? kWarpSize / kUnitsOfRow : 1;
+  static constexpr int kRowsAtOnce = kHasPieces ? 1 : kWarpSize / kUnitsOfRow;
   static constexpr int kRowsOfLane = Shape::kTileRows / kRowsAtOnce;
   static constexpr int kScalesOfLane = ceil_div(Shape::kTileRows, kWarpSize);
 
+  // Of the lane's row i: swizzled, so that the two or eight rows of a group differ.
+  __device__ __forceinline__ int place(int i) const {
+    if constexpr (kHasPieces) return (place_[0] ^ (i * kUnit)) + i * kStageValues;
+    return place_[i % 2] + i / 2 * kGroupBytes;
+  }
   __device__ __forceinline__ int token_of(int row) const {
     return few_ != nullptr ? few_->row_token[row] : load_int(arrays_.index.row_token + row);
   }
-  __device__ __forceinline__ int row(int i) const {
-    return Shape::kPieces == 1 ? i * kRowsAtOnce + lane_ / kUnitsOfRow : i;
-  }
-  // Of a stage's first turn.
-  __device__ __forceinline__ int hidden0() const {
-    return (Shape::kPieces == 1 ? lane_ % kUnitsOfRow : lane_) * kUnit;
-  }
-  __device__ __forceinline__ int place(int i) const {
-    const int piece = Shape::kPieces == 1 ? 0 : lane_ / kUnitsOfRow;
-    const int swizzled = (lane_ % kUnitsOfRow) ^ (row(i) % kGroupRows);
-    return (piece * Shape::kTileRows + row(i)) * kStageValues + swizzled * kUnit;
-  }
 
   __device__ __forceinline__ void start_scales(const Tile& tile, int column) {
-    const int hidden_blocks = ceil_div(p_.hidden, kBlock);
+    const int hidden_blocks = ceil_div(hidden_, kBlock);
 #pragma unroll
     for (int i = 0; i < kScalesOfLane; ++i) {
       const int scaled = i * kWarpSize + lane_;
@@ -101,15 +112,13 @@ class RowCopies {
                     (matrix * ceil_div(p_.inter, p_.block_rows) + block) * hidden_blocks;
   }
   __device__ __forceinline__ void copy_scales(int turn, int stage) {
-    const SharedAddress to = memory_.scales(stage);
+    const SharedAddress to = memory_.scales(stage) + lane_ * int{sizeof(float)};
 #pragma unroll
     for (int i = 0; i < kScalesOfLane; ++i) {
       const int scaled = i * kWarpSize + lane_;
-      if (scaled < rows_) copy_4(to + scaled * int{sizeof(float)}, x_scale_[i] + turn);
+      if (scaled < rows_) copy_4(to + i * kWarpSize * int{sizeof(float)}, x_scale_[i] + turn);
     }
-    if (lane_ < 2) {
-      copy_4(to + (Shape::kTileRows + lane_) * int{sizeof(float)}, weight_scale_ + turn);
-    }
+    if (lane_ < 2) copy_4(to + Shape::kTileRows * int{sizeof(float)}, weight_scale_ + turn);
   }
 
   const StageMemory<Shape>& memory_;
@@ -117,7 +126,12 @@ class RowCopies {
   const GateUpArrays& arrays_;
   const FewPairs* few_;
   int lane_;
+  int hidden_;
+  int hidden0_;    // of the lane, in the first turn
+  int first_row_;  // of the lane
+  int place_[2];
   int rows_ = 0;
+  int count_ = 0;  // of the lane's rows
   const uint8_t* from_[kRowsOfLane];
   const float* x_scale_[kScalesOfLane];
   const float* weight_scale_ = nullptr;
