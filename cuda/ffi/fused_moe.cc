@@ -47,6 +47,13 @@ class Optional : public jax_hpc::BufferReader {
   const float* floats(int64_t count) {
     return static_cast<const float*>(argument(ffi::F32, count));
   }
+  // A single value, or `count` of them.
+  const float* one_or(int64_t count, int* stride) {
+    const MaybeBuffer buffer = next_argument();
+    const bool is_one = buffer.has_value() && buffer->dimensions().size() == 0;
+    *stride = is_one ? 0 : 1;
+    return static_cast<const float*>(fitting(buffer, ffi::F32, is_one ? 1 : count));
+  }
   int* integers(int64_t count) { return static_cast<int*>(result(ffi::S32, count)); }
   float* float_result(int64_t count) { return static_cast<float*>(result(ffi::F32, count)); }
 };
@@ -81,7 +88,7 @@ moe::Weights take_weights(const moe::Problem& p, Optional& take) {
   w.up_scale = take.floats(p.experts);
   w.down_scale = take.floats(p.experts);
   w.input_scale = take.floats(1);
-  w.act_scale = take.floats(p.experts);
+  w.act_scale = take.one_or(p.experts, &w.act_scale_stride);
   return w;
 }
 

@@ -83,7 +83,7 @@ struct TokenRows {
 struct Weights {
   const void* gate_up;
   const void* down;
-  // kTensor: [experts] each but input_scale, a single value.
+  // kTensor: [experts] each but input_scale, a single value; act_scale may be one too.
   const float* gate_scale;
   const float* up_scale;
   const float* down_scale;
@@ -93,6 +93,9 @@ struct Weights {
   // [experts, blocks_of(hidden, 128), blocks_of(inter, block_rows)].
   const float* gate_up_block_scale;
   const float* down_block_scale;
+  int act_scale_stride;  // 1; 0 where act_scale is a single value
+
+  __device__ float act_scale_of(int expert) const { return act_scale[expert * act_scale_stride]; }
 };
 
 // What gate-up passes to down and down to the reduction, by row; rows that no pair fills are

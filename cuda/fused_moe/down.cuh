@@ -160,7 +160,7 @@ __device__ __forceinline__ void multiply_down(const StageMemory<Shape>& memory, 
   while (walk.next(tile, part)) {
     float factor = 1.0f;
     if constexpr (!Shape::kHasBlocks) {
-      factor = arrays.weights.act_scale[tile.expert] * arrays.weights.down_scale[tile.expert];
+      factor = arrays.weights.act_scale_of(tile.expert) * arrays.weights.down_scale[tile.expert];
     }
     float totals[Shape::kRows / 2] = {};
 #pragma unroll 1

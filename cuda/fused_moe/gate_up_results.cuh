@@ -30,7 +30,7 @@ struct TensorScales {
   __device__ __forceinline__ TensorScales(const Weights& weights, int expert)
       : gate(*weights.input_scale * weights.gate_scale[expert]),
         up(*weights.input_scale * weights.up_scale[expert]),
-        act_reciprocal(1.0f / weights.act_scale[expert]) {}
+        act_reciprocal(1.0f / weights.act_scale_of(expert)) {}
 };
 
 template <class Shape>

@@ -264,9 +264,11 @@ std::string fault_of(const Setup& setup, uint32_t seed, Rounded* rounded) {
   a.shared_output = setup.has_addends ? shared.data() : nullptr;
   a.identity_weight = setup.has_addends ? identity.data() : nullptr;
   a.out = device.out.data();
-  a.weights = {gate_up.data(),   down.data(),           gate_scale.data(),
-               up_scale.data(),  down_scale.data(),     input_scale.data(),
-               act_scale.data(), gate_up_blocks.data(), down_blocks.data()};
+  a.weights = {gate_up.data(),     down.data(),
+               gate_scale.data(),  up_scale.data(),
+               down_scale.data(),  input_scale.data(),
+               act_scale.data(),   gate_up_blocks.data(),
+               down_blocks.data(), setup.shares_act_scale ? 0 : 1};
   a.workspace = device.workspace();
   a.x_is_fp8 = setup.x_is_fp8;
   const Config config = choose(p, kSms);
@@ -305,7 +307,8 @@ std::vector<Setup> all_setups(bool small) {
     const Format format = p.block_rows == 0 ? Format::kTensor : Format::kBlock;
     p.format = format;
     setups.push_back({p, routing, mix(number) % 4 == 0, mix(number + 7) % 3 == 0,
-                      mix(number + 5) % 4 == 0 && p.tokens > 1, number % 2 == 0 ? 0 : 9});
+                      mix(number + 5) % 4 == 0 && p.tokens > 1, mix(number + 3) % 3 == 0,
+                      number % 2 == 0 ? 0 : 9});
   };
   const std::vector<int> formats = {0, 128, 64};
   for (const int rows : formats) {

@@ -33,8 +33,9 @@ struct Setup {
   Problem p;
   Routing routing;
   bool x_is_fp8;
-  bool has_addends;  // shared_output and identity_weight
-  bool has_nan;      // in x of token 1
+  bool has_addends;       // shared_output and identity_weight
+  bool has_nan;           // in x of token 1
+  bool shares_act_scale;  // one for all experts
   int expert_offset;
 };
 
@@ -139,7 +140,8 @@ inline Inputs make_inputs(const Setup& setup, uint32_t seed) {
   in.gate_scale = uniform(p.experts, of_hidden, 2 * of_hidden, seed + 9);
   in.up_scale = uniform(p.experts, of_hidden, 2 * of_hidden, seed + 10);
   in.down_scale = uniform(p.experts, of_inter, 2 * of_inter, seed + 11);
-  in.act_scale = uniform(p.experts, 0.01f, 0.03f, seed + 12);
+  in.act_scale = setup.shares_act_scale ? Floats(p.experts, 0.02f)
+                                        : uniform(p.experts, 0.01f, 0.03f, seed + 12);
   const size_t blocks = size_t(p.experts) * blocks_of(p.hidden, kBlock) *
                         (p.block_rows > 0 ? blocks_of(p.inter, p.block_rows) : 0);
   in.gate_up_blocks = uniform(2 * blocks, of_hidden, 2 * of_hidden, seed + 13);

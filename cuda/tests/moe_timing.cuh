@@ -121,7 +121,8 @@ class LayerTiming {
     a.topk_weights = topk_weights_.data();
     a.expert_offset = offset_.data();
     a.out = out_.data();
-    a.weights = {weights, weights + 2 * matrix(), scale, scale, scale, scale, scale, scale, scale};
+    a.weights = {weights, weights + 2 * matrix(), scale, scale, scale, scale, scale, scale, scale,
+                 1};
     a.workspace = {index_.data(),
                    reinterpret_cast<fused_moe::Tile*>(index_.data() + 8),
                    rows,

@@ -105,7 +105,7 @@ def test_per_tensor_call() -> None:
     assert all(given[f"has_{flag}"] == "false" for flag in flags)
     assert operand_types(text) == [
         *("5x144xbf16", "5x3xi32", "5x3xf32", "6x2x208x144xf8E4M3FN", "6x144x208xf8E4M3FN"),
-        *("i32", "6xf32", "6xf32", "6xf32", "f32", "6xf32"),
+        *("i32", "6xf32", "6xf32", "6xf32", "f32", "f32"),
     ]
     # The output; header, tiles, row_token, pair_row; x, intermediate and outputs of experts.
     assert result_types(text) == [
