@@ -22,7 +22,8 @@ cudaError_t launch_prepare_as(const Problem& p, const Config& config, const Arra
   const int threads = (is_small ? kSmallWarps : kLargeWarps) * kWarpSize;
   const Plan plan(p, config, threads);
   LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas + quantizing_ctas(p, a, threads))),
-                    .threads = threads};
+                    .threads = threads,
+                    .prefers_shared = true};
   if (plan.ctas == 1) {
     return jax_hpc::launch(is_small ? kSmall : kLarge, shape, stream, p, plan, a);
   }
@@ -55,7 +56,8 @@ cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool ove
       .grid = dim3(static_cast<unsigned>(problem.tokens),
                    static_cast<unsigned>(ceil_div(problem.hidden, kReduceThreads * kReduceValues))),
       .threads = kReduceThreads,
-      .overlaps_previous = overlaps};
+      .overlaps_previous = overlaps,
+      .prefers_shared = true};
   constexpr int kFew = 8;
   const auto kernel = problem.top_k <= kFew ? reduce_kernel<kFew> : reduce_kernel<2 * kFew>;
   return jax_hpc::launch(kernel, shape, stream, problem, arrays);
