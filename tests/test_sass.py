@@ -30,6 +30,7 @@ EXPECTED = {
     # fp8 products (QGMMA) of weights that the copy engine brings.
     "gate_up_kernel": ("QGMMA", "UTMALDG", "LDGSTS", "SYNCS", "ACQBULK", "PREEXIT"),
     "down_kernel": ("QGMMA", "UTMALDG", "SYNCS", "ACQBULK", "PREEXIT"),
+    "down_pairs_kernel": ("QGMMA", "UTMALDG", "SYNCS", "ACQBULK", "PREEXIT"),
     "reduce_kernel": ("ACQBULK", "LDG.E.128", "STG.E.128"),
     "probe_kernel": (),
 }
