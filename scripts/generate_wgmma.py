@@ -1,17 +1,21 @@
 #!/usr/bin/env python3
-"""Writes cuda/common/wgmma.cuh: one wrapper per width N of the bf16 and e4m3 warpgroup products.
+"""Writes cuda/common/wgmma.cuh and wgmma_fp8.cuh: one wrapper per width N of a warpgroup product.
 
 The accumulator of m64nN is N / 2 registers, each an operand of its own in inline PTX, so the
 wrappers are the same text at different lengths.
 
-    python scripts/generate_wgmma.py > cuda/common/wgmma.cuh
+    python scripts/generate_wgmma.py bf16 > cuda/common/wgmma.cuh
+    python scripts/generate_wgmma.py e4m3 > cuda/common/wgmma_fp8.cuh
 """
 
-BF16_WIDTHS = (16, 32, 64, 96, 128, 192, 256)
-E4M3_WIDTHS = (8, 16, 32, 64)
+import sys
 
-HEADER = """\
-// Warpgroup matrix products of bf16 or e4m3 operands in shared memory (wgmma, sm_90a).
+BF16_WIDTHS = (16, 32, 64, 96, 128, 192, 256)
+E4M3_WIDTHS = (8, 16, 32, 64, 128)
+
+HEADERS = {
+    "bf16": """\
+// Warpgroup matrix products of bf16 operands in shared memory (wgmma, sm_90a).
 // Written by scripts/generate_wgmma.py.
 #pragma once
 
@@ -25,11 +29,22 @@ namespace jax_hpc {
 // d[4j + 2], d[4j + 3] = the same columns eight rows below.
 template <int N>
 struct Wgmma;
+""",
+    "e4m3": """\
+// Warpgroup matrix products of e4m3 operands in shared memory (wgmma, sm_90a).
+// Written by scripts/generate_wgmma.py.
+#pragma once
 
-// The same of e4m3: a[64, 32], b[N, 32]. The tensor cores keep about 14 bits of the sums.
+#include <cstdint>
+
+namespace jax_hpc {
+
+// d[64, N] = a[64, 32] b[N, 32]^T, plus d unless `accumulate` is false; operands and registers as
+// those of Wgmma (wgmma.cuh). Sums keep 13 bits behind the first of their largest term.
 template <int N>
 struct WgmmaE4m3;
-"""
+""",
+}
 
 SHAPE = """
 template <>
@@ -73,10 +88,13 @@ def shape(name: str, n: int, operands: str, options: str) -> str:
 
 
 def main() -> None:
+    operands = sys.argv[1]
+    if operands == "bf16":
+        shapes = [shape("Wgmma", n, "k16.f32.bf16.bf16", "1, 1, 0, 0") for n in BF16_WIDTHS]
+    else:
+        shapes = [shape("WgmmaE4m3", n, "k32.f32.e4m3.e4m3", "1, 1") for n in E4M3_WIDTHS]
     print("// clang-format off")
-    shapes = [shape("Wgmma", n, "k16.f32.bf16.bf16", "1, 1, 0, 0") for n in BF16_WIDTHS]
-    shapes += [shape("WgmmaE4m3", n, "k32.f32.e4m3.e4m3", "1, 1") for n in E4M3_WIDTHS]
-    print(HEADER + "".join(shapes))
+    print(HEADERS[operands] + "".join(shapes))
     print("}  // namespace jax_hpc")
     print("// clang-format on")
 

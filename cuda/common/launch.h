@@ -24,9 +24,6 @@ struct LaunchShape {
   // Programmatic dependent launch: the kernel may start while the one before it in the stream still
   // runs, and waits for it itself (wait_for_previous_kernel).
   bool overlaps_previous = false;
-  // The SM's memory is shared memory as far as possible. What a kernel that overlaps with this one
-  // asks for decides how many of its CTAs find room: an SM changes the division only when idle.
-  bool prefers_shared = false;
 };
 
 // Returns the launch's own status, never an earlier call's. The function attributes are set on
@@ -39,11 +36,6 @@ cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, cuda
   if (shape.shared_bytes > kDefaultSharedBytes) {
     const cudaError_t status = cudaFuncSetAttribute(
         function, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
-    if (status != cudaSuccess) return status;
-  }
-  if (shape.prefers_shared) {
-    const cudaError_t status = cudaFuncSetAttribute(
-        function, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (status != cudaSuccess) return status;
   }
   cudaLaunchConfig_t config{};

@@ -3,6 +3,7 @@
 #include "fused_moe/down.cuh"
 #include "fused_moe/down_pairs.cuh"
 #include "fused_moe/gemm.h"
+#include "fused_moe/launch_kernel.h"
 #include "fused_moe/maps.h"
 
 namespace jax_hpc::fused_moe {
@@ -14,18 +15,17 @@ struct Maps {
 };
 
 template <class Shape, class Kernel>
-cudaError_t launch_kernel(Kernel kernel, int task_rows, const Problem& p, const Config& config,
-                          const DownArrays& arrays, const Maps& maps, bool overlaps_previous,
-                          int num_sms, cudaStream_t stream) {
+cudaError_t launch_with(Kernel kernel, int task_rows, const Problem& p, const Config& config,
+                        const DownArrays& arrays, const Maps& maps, bool overlaps_previous,
+                        int num_sms, cudaStream_t stream) {
   const int64_t tasks = max_tiles(p, config) * ceil_div(p.hidden, task_rows);
   if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
   const auto ctas = static_cast<unsigned>(std::min<int64_t>(tasks, Shape::kCtasOfSm * num_sms));
   const LaunchShape shape{.grid = dim3(ctas),
                           .threads = kThreads,
                           .shared_bytes = Shape::kSharedBytes,
-                          .overlaps_previous = overlaps_previous,
-                          .prefers_shared = true};
-  return jax_hpc::launch(kernel, shape, stream, p, arrays, maps.weights, maps.act);
+                          .overlaps_previous = overlaps_previous};
+  return launch_kernel(kernel, shape, stream, p, arrays, maps.weights, maps.act);
 }
 
 bool takes_pairs(const Problem& p) { return p.inter == kPairColumns; }
@@ -43,13 +43,13 @@ cudaError_t launch_shape(const Problem& p, const Config& config, const DownArray
                          const Maps& maps, bool overlaps_previous, int num_sms,
                          cudaStream_t stream) {
   if (takes_pairs(p)) {
-    return launch_kernel<DownPairsShape<TileRows, format>>(down_pairs_kernel<TileRows, format>,
-                                                           kPairRows, p, config, arrays, maps,
-                                                           overlaps_previous, num_sms, stream);
+    return launch_with<DownPairsShape<TileRows, format>>(down_pairs_kernel<TileRows, format>,
+                                                         kPairRows, p, config, arrays, maps,
+                                                         overlaps_previous, num_sms, stream);
   }
-  return launch_kernel<DownShape<TileRows, format>>(down_kernel<TileRows, format>, kWeightRows, p,
-                                                    config, arrays, maps, overlaps_previous,
-                                                    num_sms, stream);
+  return launch_with<DownShape<TileRows, format>>(down_kernel<TileRows, format>, kWeightRows, p,
+                                                  config, arrays, maps, overlaps_previous, num_sms,
+                                                  stream);
 }
 
 }  // namespace

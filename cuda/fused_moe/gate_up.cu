@@ -2,6 +2,7 @@
 
 #include "fused_moe/gate_up.cuh"
 #include "fused_moe/gemm.h"
+#include "fused_moe/launch_kernel.h"
 #include "fused_moe/maps.h"
 #include "fused_moe/resident.h"
 
@@ -19,8 +20,7 @@ cudaError_t launch_shape(const Problem& p, const Config& config, const GateUpArr
                     .threads = kThreads,
                     .shared_bytes = Shape::kSharedBytes,
                     .cluster = Shape::kTeam,
-                    .overlaps_previous = overlaps_previous,
-                    .prefers_shared = true};
+                    .overlaps_previous = overlaps_previous};
   int teams = Shape::kCtasOfSm * num_sms;
   if (Shape::kTeam > 1) {
     const cudaError_t status =
@@ -29,7 +29,7 @@ cudaError_t launch_shape(const Problem& p, const Config& config, const GateUpArr
   }
   const int64_t used = std::max<int64_t>(1, std::min<int64_t>(tasks, teams));
   shape.grid = dim3(static_cast<unsigned>(used * Shape::kTeam));
-  return jax_hpc::launch(gate_up_kernel<TileRows, Pieces, format>, shape, stream, p, arrays, map);
+  return launch_kernel(gate_up_kernel<TileRows, Pieces, format>, shape, stream, p, arrays, map);
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 
 #include "common/launch.h"
 #include "common/ptx.cuh"
-#include "common/wgmma.cuh"
+#include "common/wgmma_fp8.cuh"
 #include "fused_moe/config.h"
 #include "fused_moe/few_pairs.cuh"
 #include "fused_moe/instructions.cuh"

@@ -1,7 +1,7 @@
 #include "fused_moe/launch.h"
 
-#include "common/launch.h"
 #include "fused_moe/gemm.h"
+#include "fused_moe/launch_kernel.h"
 #include "fused_moe/prepare.cuh"
 #include "fused_moe/reduce.cuh"
 
@@ -22,16 +22,15 @@ cudaError_t launch_prepare_as(const Problem& p, const Config& config, const Arra
   const int threads = (is_small ? kSmallWarps : kLargeWarps) * kWarpSize;
   const Plan plan(p, config, threads);
   LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas + quantizing_ctas(p, a, threads))),
-                    .threads = threads,
-                    .prefers_shared = true};
+                    .threads = threads};
   if (plan.ctas == 1) {
-    return jax_hpc::launch(is_small ? kSmall : kLarge, shape, stream, p, plan, a);
+    return launch_kernel(is_small ? kSmall : kLarge, shape, stream, p, plan, a);
   }
-  const cudaError_t status = jax_hpc::launch(count_kernel<kPerGroup>, shape, stream, p, plan, a);
+  const cudaError_t status = launch_kernel(count_kernel<kPerGroup>, shape, stream, p, plan, a);
   if (status != cudaSuccess) return status;
   shape.grid = dim3(static_cast<unsigned>(plan.ctas));
   shape.overlaps_previous = overlaps;
-  return jax_hpc::launch(place_kernel, shape, stream, plan, a);
+  return launch_kernel(place_kernel, shape, stream, plan, a);
 }
 
 bool is_supported(const Problem& p, const Config& config) {
@@ -56,11 +55,10 @@ cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool ove
       .grid = dim3(static_cast<unsigned>(problem.tokens),
                    static_cast<unsigned>(ceil_div(problem.hidden, kReduceThreads * kReduceValues))),
       .threads = kReduceThreads,
-      .overlaps_previous = overlaps,
-      .prefers_shared = true};
+      .overlaps_previous = overlaps};
   constexpr int kFew = 8;
   const auto kernel = problem.top_k <= kFew ? reduce_kernel<kFew> : reduce_kernel<2 * kFew>;
-  return jax_hpc::launch(kernel, shape, stream, problem, arrays);
+  return launch_kernel(kernel, shape, stream, problem, arrays);
 }
 
 cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,
