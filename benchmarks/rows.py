@@ -29,6 +29,7 @@ MODULES: Mapping[str, str] = {
     "decode-fp8": "benchmarks.decode",
     "prologue-bf16": "benchmarks.prologue",
     "prologue-fp8": "benchmarks.prologue",
+    "moe-fp8": "benchmarks.moe",
 }
 """The module of each op that can be measured; its BENCHMARKS has it by name."""
 OPTIONS = ("terms", "format")
@@ -52,6 +53,7 @@ class Benchmark:
     no_rivals: recorded peers that do something else, or less exactly.
     subsets: label -> which cases a further geometric mean is taken over.
     option: the key that ``:option`` sets, with its default.
+    peer_options: recorded peer -> the value of that key which it competes with; all by default.
     """
 
     op: str
@@ -67,6 +69,7 @@ class Benchmark:
     no_rivals: frozenset[str] = frozenset()
     subsets: Mapping[str, Callable[[Case], bool]] = dataclasses.field(default_factory=dict)
     option: tuple[str, Any] = ("", None)
+    peer_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def row(self, case: Case, impl: str) -> Row:
         """A row without its time."""

@@ -25,6 +25,14 @@ EXPECTED = {
     "schedule_kernel": ("ACQBULK",),
     # 16 bytes at a time: copies that no register waits for, loads from them, stores
     "prologue_kernel": ("LDGSTS.E.BYPASS", "LDS.128", "STG.E.128", "MUFU.RSQ"),
+    "prepare_kernel": ("MATCH.ANY", "F2FP.SATFINITE.E4M3", "PREEXIT"),
+    "count_kernel": ("ATOMS", "F2FP.SATFINITE.E4M3", "PREEXIT"),
+    "place_kernel": ("ACQBULK", "MATCH.ANY", "PREEXIT"),
+    # fp8 products (QGMMA) of weights that the copy engine brings.
+    "gate_up_kernel": ("QGMMA", "UTMALDG", "LDGSTS", "SYNCS", "ACQBULK", "PREEXIT"),
+    "down_kernel": ("QGMMA", "UTMALDG", "SYNCS", "ACQBULK", "PREEXIT"),
+    "down_pairs_kernel": ("QGMMA", "UTMALDG", "SYNCS", "ACQBULK", "PREEXIT"),
+    "reduce_kernel": ("ACQBULK", "LDG.E.128", "STG.E.128"),
     "probe_kernel": (),
 }
 # Kernel, of some template arguments (as mangled) -> what these instances need as well.

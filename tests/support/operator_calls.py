@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_hpc
 from jax_hpc import _registry
+from jax_hpc.ops.fused_moe import quantize_experts_blockwise, quantize_experts_per_tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +216,21 @@ def _fused_moe(rng: np.random.Generator) -> Call:
     return Call("fused_moe", run, _array(rng, 8, 32), rest, rows, (rows, rows, P()), rows)
 
 
+def _fp8_moe(rng: np.random.Generator, launches: int = 4, **sizes: Any) -> Call:
+    """In fp8: per tensor, or by blocks of ``block_rows``."""
+    experts, tokens = 4, sizes.get("tokens", 8)
+    dense = jax_hpc.DenseExperts(_array(rng, experts, 2, 48, 64), _array(rng, experts, 64, 48))
+    if "block_rows" in sizes:
+        quantised = quantize_experts_blockwise(dense, block_rows=sizes["block_rows"])
+    else:
+        quantised = quantize_experts_per_tensor(dense, input_scale=0.01, act_scale=0.5)
+    ids = _integers(rng.integers(-1, experts + 1, (tokens, 2)))
+    rest = (ids, jnp.abs(_array(rng, tokens, 2)), quantised)
+    call = _fused_moe(rng)
+    x = _array(rng, tokens, 64, dtype=jnp.bfloat16)
+    return dataclasses.replace(call, x=x, rest=rest, launches=launches)
+
+
 MAKERS = {
     "decode_attention": _decode_attention,
     "decode_schedule": _decode_schedule,
@@ -248,6 +264,12 @@ _PATHS = {
         "fp8 cache": _fp8_decode_attention,
         "four splits": functools.partial(_decode_attention_kernel, launches=2, num_splits=4),
         "uncut": functools.partial(_decode_attention_kernel, launches=1, num_splits=1),
+    },
+    "fused_moe": {
+        "per tensor": _fp8_moe,
+        "blocks": functools.partial(_fp8_moe, block_rows=128),
+        "blocks of 64 rows": functools.partial(_fp8_moe, block_rows=64),
+        "many pairs": functools.partial(_fp8_moe, launches=5, tokens=4098),
     },
     "qk_norm_rope_append": {
         "bf16 cache": functools.partial(_qk_norm_rope_append, dim=64, dtype=jnp.bfloat16),
