@@ -1,0 +1,83 @@
+// The instructions of Hopper that prefill attention needs beside the common ones.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "common/ptx.cuh"
+
+namespace jax_hpc::prefill_attention {
+
+// Says at a barrier of this CTA, without waiting, that this thread is there.
+template <int Count>
+__device__ __forceinline__ void arrive_at(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(Count) : "memory");
+}
+
+// What this thread has written to shared memory becomes visible to the tensor cores and the copy
+// engine, once a barrier has told them.
+__device__ __forceinline__ void fence_shared_writes() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// No use of these registers moves across: wgmma fills them behind the compiler's back.
+template <int Count>
+__device__ __forceinline__ void settle(float (&registers)[Count]) {
+#pragma unroll
+  for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+
+__device__ __forceinline__ float power_of_2(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// Two float32 as a pair of bf16, the first in the low half.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ __forceinline__ uint4 load_shared_16(SharedAddress from) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(from)
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_shared_16(SharedAddress to, uint4 value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
+}
+__device__ __forceinline__ uint32_t load_shared_4(SharedAddress from) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_shared_4(SharedAddress to, uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_descriptor(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// A tile of an array of rank 4 by the copy engine.
+__device__ __forceinline__ void copy_tile(SharedAddress to, const CUtensorMap* map,
+                                          SharedAddress barrier, int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// The next ticket of a counter in global memory.
+__device__ __forceinline__ int take_ticket(int* counter) { return atomicAdd(counter, 1); }
+
+}  // namespace jax_hpc::prefill_attention

@@ -1,0 +1,49 @@
+// Prefill attention: persistent CTAs of two consumer warpgroups and one that serves them.
+#pragma once
+
+#include "prefill_attention/consumer.cuh"
+#include "prefill_attention/producer.cuh"
+
+namespace jax_hpc::prefill_attention {
+
+constexpr int kServiceRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+
+template <int D>
+__device__ __forceinline__ void serve(const Arguments& a, const CUtensorMap* k_map,
+                                      const CUtensorMap* v_map, const Shared<D>& shared) {
+  const int warp = threadIdx.x % kWarpgroup / kWarpSize;
+  if (warp == 0) {
+    KeyValueWarp<D>(a, k_map, v_map, shared).run();
+  } else if (warp == 1) {
+    copy_queries(a, shared);
+  } else {
+    Checker<D>(a, shared, warp - 2).run();
+  }
+}
+
+template <int D>
+__global__ void __launch_bounds__(kThreads, 1)
+    prefill_kernel(const __grid_constant__ Arguments a, const __grid_constant__ CUtensorMap k_map,
+                   const __grid_constant__ CUtensorMap v_map) {
+  extern __shared__ uint8_t memory[];
+  constexpr SharedAddress kMask = Shared<D>::kAlignment - 1;
+  const Shared<D> shared{(shared_address(memory) + kMask) & ~kMask};
+  if (threadIdx.x == 0) {
+    prefetch_descriptor(&k_map);
+    prefetch_descriptor(&v_map);
+    init_barriers(shared);
+  }
+  __syncthreads();
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (threadIdx.x / kWarpgroup == kConsumers) {
+    leave_registers<kServiceRegisters>();
+    serve(a, &k_map, &v_map, shared);
+  } else {
+    take_registers<kConsumerRegisters>();
+    Consumer<D>(a, shared, static_cast<int>(threadIdx.x / kWarpgroup)).run();
+  }
+}
+
+}  // namespace jax_hpc::prefill_attention

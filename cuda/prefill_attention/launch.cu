@@ -1,0 +1,80 @@
+#include "prefill_attention/launch.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "common/launch.h"
+#include "prefill_attention/kernel.cuh"
+#include "prefill_attention/page_map.h"
+#include "prefill_attention/plan.cuh"
+
+namespace jax_hpc::prefill_attention {
+namespace {
+
+bool is_supported(const Problem& p) {
+  const bool size =
+      p.page_size == 16 || p.page_size == 32 || p.page_size == 64 || p.page_size == 128;
+  return size && (p.head_dim == 64 || p.head_dim == 128) && p.group <= kMostGroup && p.scale > 0;
+}
+
+cudaError_t launch_plan(const Problem& p, const Buffers& b, cudaStream_t stream) {
+  PlanArguments a{.problem = p,
+                  .cost_shift = 0,
+                  .capacity = static_cast<int>(most_row_tiles(p.tokens, p.batch, p.group)),
+                  .q_starts = b.q_starts,
+                  .q_lens = b.q_lens,
+                  .kv_lens = b.kv_lens,
+                  .plan = b.plan,
+                  .out = static_cast<__nv_bfloat16*>(b.out),
+                  .lse = b.lse};
+  const int64_t most_tiles = int64_t{p.table_width} * p.page_size / kTileTokens + 1;
+  while (most_tiles >> a.cost_shift >= kPlanThreads) ++a.cost_shift;
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(1 + ceil_div(p.tokens, kFillRows))),
+                          .threads = kPlanThreads};
+  return jax_hpc::launch(prefill_plan_kernel, shape, stream, a);
+}
+
+template <int D>
+cudaError_t launch_dim(const Arguments& a, int sms, const CUtensorMap& k_map,
+                       const CUtensorMap& v_map, bool overlaps, cudaStream_t stream) {
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(sms)),
+                          .threads = kThreads,
+                          .shared_bytes = Shared<D>::kBytes,
+                          .overlaps_previous = overlaps};
+  return jax_hpc::launch(prefill_kernel<D>, shape, stream, a, k_map, v_map);
+}
+
+cudaError_t count_sms(int* sms) {
+  int device = 0;
+  const cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  return cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device);
+}
+
+}  // namespace
+
+cudaError_t launch(const Problem& problem, const Buffers& buffers, bool overlaps,
+                   cudaStream_t stream) {
+  if (!is_supported(problem)) return cudaErrorInvalidValue;
+  CUtensorMap k_map;
+  CUtensorMap v_map;
+  int sms = 0;
+  cudaError_t status = make_page_map(problem, buffers.k_pages, &k_map);
+  if (status == cudaSuccess) status = make_page_map(problem, buffers.v_pages, &v_map);
+  if (status == cudaSuccess) status = count_sms(&sms);
+  if (status == cudaSuccess) status = launch_plan(problem, buffers, stream);
+  if (status != cudaSuccess) return status;
+  const Arguments a{.problem = problem,
+                    .group_reciprocal = group_reciprocal(problem.group),
+                    .page_bits = std::countr_zero(static_cast<unsigned>(problem.page_size)),
+                    .q = static_cast<const __nv_bfloat16*>(buffers.q),
+                    .page_table = buffers.page_table,
+                    .plan = buffers.plan,
+                    .sinks = buffers.sinks,
+                    .out = static_cast<__nv_bfloat16*>(buffers.out),
+                    .lse = buffers.lse};
+  return problem.head_dim == 64 ? launch_dim<64>(a, sms, k_map, v_map, overlaps, stream)
+                                : launch_dim<128>(a, sms, k_map, v_map, overlaps, stream);
+}
+
+}  // namespace jax_hpc::prefill_attention
