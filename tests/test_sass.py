@@ -23,6 +23,9 @@ EXPECTED = {
     "attention_kernel": ("HMMA.16816.F32", "LDSM.16.MT88.4", "MOVM.16.MT88", "UTMALDG.4D"),
     "combine_kernel": ("ACQBULK",),  # overlap
     "schedule_kernel": ("ACQBULK",),
+    # Warpgroup products of tiles in shared memory and of probabilities in registers.
+    "prefill_kernel": ("HGMMA", "tnspB", "UTMALDG.4D", "LDGSTS", "USETMAXREG", "ACQBULK"),
+    "prefill_plan_kernel": ("PREEXIT",),
     "prologue_kernel": ("LDG.E.EF.128", "STG.E.128", "MUFU.RSQ"),  # 16 bytes at a time
     "probe_kernel": (),
 }

@@ -17,7 +17,9 @@ namespace nb = nanobind;
   TARGET(router_gemm, 1)        \
   TARGET(route_topk, 1)         \
   TARGET(router_topk, 1)        \
-  TARGET(decode_schedule, 1) TARGET(decode_attention, 1) TARGET(qk_norm_rope_append, 1)
+  TARGET(decode_schedule, 1)    \
+  TARGET(decode_attention, 1)   \
+  TARGET(qk_norm_rope_append, 1) TARGET(prefill_attention, 1)
 
 #define DECLARE_TARGET(name, version) XLA_FFI_DECLARE_HANDLER_SYMBOL(name);
 JAX_HPC_TARGETS(DECLARE_TARGET)

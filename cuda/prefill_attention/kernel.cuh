@@ -6,8 +6,8 @@
 
 namespace jax_hpc::prefill_attention {
 
-constexpr int kServiceRegisters = 40;
-constexpr int kConsumerRegisters = 232;
+constexpr int kServiceRegisters = 56;
+constexpr int kConsumerRegisters = 224;
 
 template <int D>
 __device__ __forceinline__ void serve(const Arguments& a, const CUtensorMap* k_map,

@@ -18,17 +18,14 @@ bool is_supported(const Problem& p) {
 }
 
 cudaError_t launch_plan(const Problem& p, const Buffers& b, cudaStream_t stream) {
-  PlanArguments a{.problem = p,
-                  .cost_shift = 0,
-                  .capacity = static_cast<int>(most_row_tiles(p.tokens, p.batch, p.group)),
-                  .q_starts = b.q_starts,
-                  .q_lens = b.q_lens,
-                  .kv_lens = b.kv_lens,
-                  .plan = b.plan,
-                  .out = static_cast<__nv_bfloat16*>(b.out),
-                  .lse = b.lse};
-  const int64_t most_tiles = int64_t{p.table_width} * p.page_size / kTileTokens + 1;
-  while (most_tiles >> a.cost_shift >= kPlanThreads) ++a.cost_shift;
+  const PlanArguments a{.problem = p,
+                        .capacity = static_cast<int>(most_row_tiles(p.tokens, p.batch, p.group)),
+                        .q_starts = b.q_starts,
+                        .q_lens = b.q_lens,
+                        .kv_lens = b.kv_lens,
+                        .plan = b.plan,
+                        .out = static_cast<__nv_bfloat16*>(b.out),
+                        .lse = b.lse};
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(1 + ceil_div(p.tokens, kFillRows))),
                           .threads = kPlanThreads};
   return jax_hpc::launch(prefill_plan_kernel, shape, stream, a);

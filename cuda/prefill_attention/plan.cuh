@@ -15,8 +15,7 @@ constexpr int kFillRows = 256;  // that one CTA looks after
 
 struct PlanArguments {
   Problem problem;
-  int cost_shift;  // a tile of rows that sees k tiles of keys is of class k >> cost_shift
-  int capacity;    // row tiles that the plan has room for
+  int capacity;  // row tiles that the plan has room for
   const int* q_starts;
   const int* q_lens;
   const int* kv_lens;
@@ -97,6 +96,7 @@ struct Lister {
   int* ends;     // [kPlanThreads] of the sequences' row tiles
   int* classes;  // [kPlanThreads] row tiles of each class; later, where the next of it goes
   int* sums;     // [kPlanWarps]
+  int* longest_seen;
 
   template <class Take>
   __device__ __forceinline__ void for_each_tile(const Take& take) const {
@@ -122,9 +122,28 @@ struct Lister {
     }
   }
 
-  __device__ __forceinline__ int class_of(const RowTile& t) const {
-    const int cost = (t.last_tile - t.first_tile + 1) >> a.cost_shift;
-    return kPlanThreads - 1 - min(cost, kPlanThreads - 1);
+  // Eight classes for each doubling of the tiles of keys, the largest first. Within one, the row
+  // tiles of a sequence stay about together, and so do the keys that they read.
+  __device__ __forceinline__ static int class_of(const RowTile& t) {
+    const auto cost = static_cast<float>(t.last_tile - t.first_tile + 1);
+    return kPlanThreads - 1 - (__float_as_int(cost) - __float_as_int(1.0f) >> 20);
+  }
+
+  // The most KV heads whose keys and values of the longest sequence are not more than kCacheBytes.
+  __device__ __forceinline__ int heads_at_a_time() const {
+    constexpr int64_t kCacheBytes = 32 << 20;
+    int longest = 1;
+    for (int b = threadIdx.x; b < a.problem.batch; b += kPlanThreads) {
+      if (a.q_lens[b] > 0) longest = max(longest, a.kv_lens[b]);
+    }
+    *longest_seen = 1;
+    __syncthreads();
+    atomicMax(longest_seen, longest);
+    __syncthreads();
+    const int64_t head_bytes = int64_t{*longest_seen} * a.problem.head_dim * 4;
+    int heads = a.problem.kv_heads;
+    while (heads % 2 == 0 && heads * head_bytes > kCacheBytes) heads /= 2;
+    return heads;
   }
 
   __device__ __forceinline__ void run() const {
@@ -139,9 +158,11 @@ struct Lister {
       const int place = atomicAdd(&classes[class_of(t)], 1);
       if (place < a.capacity) tiles[place] = t;
     });
+    const int heads = heads_at_a_time();
     if (threadIdx.x == 0) {
       PlanHeader* const header = reinterpret_cast<PlanHeader*>(a.plan);
       header->taken = 0;
+      header->heads = heads;
       header->count = min(places.total, a.capacity);
     }
   }
@@ -184,11 +205,12 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   __shared__ int ends[kPlanThreads];
   __shared__ int classes[kPlanThreads];
   __shared__ int sums[kPlanWarps];
+  __shared__ int longest_seen;
   __shared__ uint32_t owned[kFillRows / 32];
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (blockIdx.x == 0) {
-    Lister{a, ends, classes, sums}.run();
+    Lister{a, ends, classes, sums, &longest_seen}.run();
   } else {
     fill_rows(a, (static_cast<int>(blockIdx.x) - 1) * kFillRows, owned);
   }

@@ -23,6 +23,8 @@ class KeyValueWarp {
   __device__ __forceinline__ void run() {
     const PlanHeader* const header = reinterpret_cast<const PlanHeader*>(a_.plan);
     tasks_ = header->count * a_.problem.kv_heads;
+    heads_ = header->heads;
+    heads_tasks_ = header->count * heads_;
     int word = task_word(ticket());
     for (;;) {
       const Task task = publish(word);
@@ -39,8 +41,10 @@ class KeyValueWarp {
   // Word `lane` of a task: its row tile, then its KV head; zeros where nothing is left.
   __device__ __forceinline__ int task_word(int ticket) const {
     if (ticket >= tasks_) return 0;
-    const int tile = ticket / a_.problem.kv_heads;
-    if (lane_ == kRowTileInts) return ticket - tile * a_.problem.kv_heads;
+    const int turn = ticket / heads_tasks_;
+    const int within = ticket - turn * heads_tasks_;
+    const int tile = within / heads_;
+    if (lane_ == kRowTileInts) return turn * heads_ + within - tile * heads_;
     return a_.plan[int64_t{1 + tile} * kRowTileInts + lane_ % kRowTileInts];
   }
 
@@ -123,6 +127,8 @@ class KeyValueWarp {
   int part_;    // this lane's of them
   int column_;  // and its 128 bytes of the tokens
   int tasks_ = 0;
+  int heads_ = 1;        // KV heads that are worked on at a time
+  int heads_tasks_ = 1;  // and their tasks
   RingPlace<kTaskSlots> slot_;
   RingPlace<kKeyStages> key_;
   RingPlace<kValueStages> value_;

@@ -139,8 +139,8 @@ def _scheduled_decode_attention(rng: np.random.Generator) -> Call:
     )
 
 
-def _prefill_attention(rng: np.random.Generator) -> Call:
-    k, v = _pages(rng, 4)
+def _prefill_attention(rng: np.random.Generator, dim: int = 16, dtype: Any = jnp.float32) -> Call:
+    k, v = _pages(rng, 4, dim, dtype)
     rest = (k, v, _integers([[0, 3], [5, -1]]), *map(_integers, ([1, 5], [4, 2], [20, 7])))
 
     def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
@@ -150,11 +150,12 @@ def _prefill_attention(rng: np.random.Generator) -> Call:
     return Call(
         "prefill_attention",
         run,
-        _array(rng, 8, 8, 16),
+        _array(rng, 8, 8, dim),
         rest,
         heads,
         (heads, heads, P(), P(), P(), P()),
         heads,
+        launches=2,
     )
 
 
@@ -248,6 +249,9 @@ _PATHS = {
         "fp8 cache": _fp8_decode_attention,
         "four splits": functools.partial(_decode_attention_kernel, launches=2, num_splits=4),
         "uncut": functools.partial(_decode_attention_kernel, launches=1, num_splits=1),
+    },
+    "prefill_attention": {
+        "bf16": functools.partial(_prefill_attention, dim=64, dtype=jnp.bfloat16),
     },
     "qk_norm_rope_append": {
         "bf16 cache": functools.partial(_qk_norm_rope_append, dim=64, dtype=jnp.bfloat16),
