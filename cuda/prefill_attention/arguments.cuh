@@ -21,10 +21,13 @@ struct Arguments {
   Problem problem;
   uint32_t group_reciprocal;  // see token_of
   int page_bits;              // page_size = 2^page_bits
-  const __nv_bfloat16* q;
+  const void* q;
   const int* page_table;
   int* plan;
   const float* sinks;  // null where there are none
+  const float* q_scale;
+  const float* k_scale;
+  const float* v_scale;
   __nv_bfloat16* out;
   float* lse;  // null where it is not asked for
 };
@@ -39,13 +42,16 @@ __device__ __forceinline__ int token_of(const Arguments& a, int row) {
 struct Task {
   RowTile tile;
   int kv_head;
+};
 
-  // Whether some row of the tile does not see some token of a tile of keys.
-  __device__ __forceinline__ bool hides(const Problem& p, int tile_of_keys) const {
-    const int first = tile_of_keys * kTileTokens;
-    if (first + kTileTokens - 1 > tile.first_position) return true;
-    return p.window > 0 && first <= tile.last_position - p.window;
-  }
+// The tiles of keys of which all rows of a task see all tokens.
+struct FullTiles {
+  int first;
+  int last;
+  __device__ __forceinline__ FullTiles(const Problem& p, const RowTile& rows)
+      : first(p.window > 0 ? ceil_div(max(rows.last_position - p.window + 1, 0), kTileTokens) : 0),
+        last((rows.first_position + 1 >> log2_of(kTileTokens)) - 1) {}
+  __device__ __forceinline__ bool hold(int tile) const { return tile >= first && tile <= last; }
 };
 
 // Which keys a row at `position` sees: those from `lowest` on up to itself.

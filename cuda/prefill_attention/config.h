@@ -7,6 +7,9 @@
 
 namespace jax_hpc::prefill_attention {
 
+// Which values a scale of an fp8 cache has.
+enum class ScaleKind : int { kNone, kTensor, kHead, kToken };
+
 struct Problem {
   int tokens;  // T, rows of q
   int batch;
@@ -17,9 +20,13 @@ struct Problem {
   int pages;
   int page_size;    // 16, 32, 64 or 128
   int table_width;  // pages of a sequence at most
-  float scale;      // of q . k, above 0
-  int window;       // 0: none
-  float cap;        // 0: none
+  bool fp8_cache;
+  bool fp8_query;  // only with an fp8 cache
+  float scale;     // of q . k, above 0
+  int window;      // 0: none
+  float cap;       // 0: none
+  ScaleKind k_scale;
+  ScaleKind v_scale;
 
   __host__ __device__ int q_heads() const { return kv_heads * group; }
 };

@@ -3,38 +3,37 @@
 // scores together with this tile's values.
 #pragma once
 
-#include "common/wgmma.cuh"
+#include "prefill_attention/operands.cuh"
 #include "prefill_attention/shared.cuh"
 #include "prefill_attention/softmax.cuh"
-#include "prefill_attention/value_products.cuh"
 
 namespace jax_hpc::prefill_attention {
 
-template <int D>
+template <class Cache, int D>
 class Consumer {
+  using Memory = Shared<Cache, D>;
+  using TileOf = Tile<Cache, D>;
+  using ProductsOf = Products<Cache, D>;
   static constexpr int kScores = kTileTokens / 2;  // of a thread
-  static constexpr int kWeights = kScores / 2;     // pairs of them
   static constexpr int kOutputs = D / 2;
   static constexpr int kUnit = 16;  // bytes of a descriptor's unit
 
  public:
-  __device__ Consumer(const Arguments& a, const Shared<D>& shared, int group)
+  __device__ Consumer(const Arguments& a, const Memory& shared, int group)
       : a_(a),
         shared_(shared),
         group_(group),
         lane_(threadIdx.x % kWarpSize),
-        first_row_(group * 64 + threadIdx.x % kWarpgroup / kWarpSize * 16 + lane_ / 4),
-        queries_(swizzled_tile(shared.query(0) + group * 64 * Tile<D>::kRowBytes)),
-        keys_(swizzled_tile(shared.key(0))),
-        values_(swizzled_tile(shared.value(0))) {}
+        first_row_(group * 64 + threadIdx.x % kWarpgroup / kWarpSize * 16 + lane_ / 4) {}
 
   __device__ __forceinline__ void run() {
-    TaskReader<D> reader{shared_, {}};
+    TaskReader<Memory> reader{shared_, {}};
     if (group_ == 1) yield_turn();  // the other's is first
     for (;;) {
-      const Task task = reader.next();
-      if (task.tile.rows == 0) return;
-      attend(task);
+      wait(shared_.task_full(reader.place.stage), reader.place.parity);
+      if (reader.read().tile.rows == 0) return;
+      attend(reader);
+      reader.finish();
     }
   }
 
@@ -46,92 +45,130 @@ class Consumer {
     arrive_at<2 * kWarpgroup>(kTurnBarrier + 1 - group_);
   }
 
-  __device__ __forceinline__ void attend(const Task& task) {
-    const Rows rows(a_, task, first_row_);
-    Softmax softmax(a_.problem);
+  __device__ __forceinline__ void attend(const TaskReader<Memory>& reader) {
+    const Task task = reader.read();
+    const Positions positions(a_, task, first_row_);
+    const FullTiles full(a_.problem, task.tile);
+    const int first_tile = task.tile.first_tile;
     float scores[kScores];
     float out[kOutputs] = {};
-    uint32_t weights[kWeights];
+    float sums[Memory::kFp8 ? kOutputs : 1];  // of one tile
+    uint32_t weights[ProductsOf::kWords];
     float shrink[2];
 
     int tile = task.tile.last_tile;
     wait(shared_.query_full(query_.stage), query_.parity);
+    float scales[2];
+    score_scales(task, scales);
+    Softmax<Cache> softmax(a_.problem, scales);
     wait(shared_.key_full(key_.stage), key_.parity);
     ask_for_scores(scores);
     wgmma_wait<0>();
     settle(scores);
-    weigh(task, rows, tile, scores, softmax, shrink);
-    pack(scores, weights);
+    weigh(full, positions, tile, scores, softmax, shrink);
+    ProductsOf::pack(scores, weights);
 
 #pragma unroll 1
-    while (tile > task.tile.first_tile) {
+    while (tile > first_tile) {
       wait(shared_.key_full(key_.stage), key_.parity);
       await_turn();
       ask_for_scores(scores);
-      const bool checked = wait_for_values(task, tile);
-      add_values(weights, out);
+      const bool checked = wait_for_values(!full.hold(tile));
+      ask_for_sums(weights, sums, out);
       yield_turn();
       wgmma_wait<1>();
       settle(scores);
-      if (checked) note_bad(task, rows, tile, softmax);
+      if (checked) note_bad(positions, tile, softmax);
       --tile;
-      weigh(task, rows, tile, scores, softmax, shrink);
+      float next_shrink[2];
+      weigh(full, positions, tile, scores, softmax, next_shrink);
       wgmma_wait<0>();
-      settle(out);
-      release(shared_.value_empty(value_.stage));
-      value_.advance();
-      pack(scores, weights);
+      take_sums(sums, shrink, out);
+      ProductsOf::pack(scores, weights);
 #pragma unroll
-      for (int i = 0; i < kOutputs; ++i) out[i] *= shrink[i / 2 % 2];
+      for (int r = 0; r < 2; ++r) shrink[r] = next_shrink[r];
+      if constexpr (!Memory::kFp8) {
+#pragma unroll
+        for (int i = 0; i < kOutputs; ++i) out[i] *= shrink[i / 2 % 2];
+      }
     }
     release(shared_.query_empty(query_.stage));
     query_.advance();
-    const bool checked = wait_for_values(task, tile);
-    add_values(weights, out);
-    if (checked) note_bad(task, rows, tile, softmax);
-    const Closing closings[2] = {softmax.close(0, rows.q_head[0], a_.sinks),
-                                 softmax.close(1, rows.q_head[1], a_.sinks)};
+    const bool checked = wait_for_values(!full.hold(tile));
+    ask_for_sums(weights, sums, out);
+    if (checked) note_bad(positions, tile, softmax);
     wgmma_wait<0>();
-    settle(out);
-    release(shared_.value_empty(value_.stage));
-    value_.advance();
-    write(rows, closings, out);
+    take_sums(sums, shrink, out);
+    write(reader.read(), softmax, out);
+  }
+
+  // What scores of the two rows are to be multiplied with, on an fp8 cache.
+  __device__ __forceinline__ void score_scales(const Task& task, float (&scales)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      scales[r] = 1;
+      if constexpr (Memory::kFp8) {
+        const SharedAddress at = shared_.query_scale(query_.stage, first_row_ + 8 * r);
+        scales[r] = __uint_as_float(load_shared_4(at)) *
+                    scale_of(a_.k_scale, a_.problem.k_scale, task.kv_head);
+      }
+    }
+  }
+  __device__ __forceinline__ static float scale_of(const float* scales, ScaleKind kind, int head) {
+    if (kind == ScaleKind::kTensor) return scales[0];
+    return kind == ScaleKind::kHead ? scales[head] : 1.0f;
   }
 
   // Products.
 
   __device__ __forceinline__ void ask_for_scores(float (&scores)[kScores]) const {
-    const uint32_t a = queries_ + query_.stage * (Tile<D>::kBytes / kUnit);
-    const uint32_t b = keys_ + key_.stage * (Tile<D>::kBytes / kUnit);
+    const uint32_t a = (shared_.query(query_.stage) + group_ * 64 * TileOf::kRowBytes) / kUnit;
+    const uint32_t b = shared_.key(key_.stage) / kUnit;
     settle(scores);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-      const int at = k / 4 * (Tile<D>::kColumnBytes / kUnit) + k % 4 * 2;
-      Wgmma<kTileTokens>::multiply(scores, descriptor(a + at), descriptor(b + at), k > 0);
+    for (int k = 0; k < TileOf::kSteps; ++k) {
+      const int at = TileOf::step(k);
+      ProductsOf::scores(scores, TileOf::describe(a + at), TileOf::describe(b + at), k > 0);
     }
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void add_values(const uint32_t (&weights)[kWeights],
-                                             float (&out)[kOutputs]) const {
-    // Columns of 64 dimensions lie kColumnBytes apart.
-    constexpr uint64_t kColumnStride = uint64_t{Tile<D>::kColumnBytes / kUnit - 1} << 16;
-    constexpr int kStep = 16 * Tile<D>::kRowBytes / kUnit;  // of 16 tokens
-    const uint32_t b = values_ + value_.stage * (Tile<D>::kBytes / kUnit);
+  // Values of a tile times the weights: into `sums` on an fp8 cache, else onto `out`.
+  template <int Sums>
+  __device__ __forceinline__ void ask_for_sums(const uint32_t (&weights)[ProductsOf::kWords],
+                                               float (&sums)[Sums], float (&out)[kOutputs]) const {
+    const uint32_t values = shared_.value(value_.stage) / kUnit;
+    settle(sums);
     settle(out);
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kTileTokens / 16; ++k) {
-      WgmmaValues<D>::multiply(out, weights + 4 * k, descriptor(b + k * kStep) + kColumnStride);
+    if constexpr (Memory::kFp8) {
+      ProductsOf::add_values(sums, weights, values);
+    } else {
+      ProductsOf::add_values(out, weights, values);
     }
     wgmma_commit();
   }
 
-  // True where the values were looked after first.
-  __device__ __forceinline__ bool wait_for_values(const Task& task, int tile) {
-    const bool checked = task.hides(a_.problem, tile);
-    if (checked) {
+  // They are there, and their stage is free again.
+  template <int Sums>
+  __device__ __forceinline__ void take_sums(float (&sums)[Sums], const float (&shrink)[2],
+                                            float (&out)[kOutputs]) {
+    settle(sums);
+    settle(out);
+    release(shared_.value_empty(value_.stage));
+    value_.advance();
+    if constexpr (Memory::kFp8) {
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) out[i] = fmaf(out[i], shrink[i / 2 % 2], sums[i]);
+    }
+  }
+
+  // Where a row does not see some token they are looked after first. Returns whether.
+  __device__ __forceinline__ bool wait_for_values(bool checked) {
+    if (Memory::kFp8) {
+      wait(shared_.value_checked(value_.stage), value_.parity);
+    } else if (checked) {
       wait(shared_.value_checked(value_.stage), checked_parity_ >> value_.stage & 1);
       checked_parity_ ^= 1u << value_.stage;
     } else {
@@ -143,29 +180,34 @@ class Consumer {
   // Probabilities.
 
   // Scores become probabilities, and their stage is free again.
-  __device__ __forceinline__ void weigh(const Task& task, const Rows& rows, int tile,
-                                        float (&scores)[kScores], Softmax& softmax,
+  __device__ __forceinline__ void weigh(const FullTiles& full, const Positions& positions, int tile,
+                                        float (&scores)[kScores], Softmax<Cache>& softmax,
                                         float (&shrink)[2]) {
     constexpr uint32_t kAllLive = (1u << kTileTokens / 16) - 1;
     const uint32_t live = load_shared_4(shared_.live(key_.stage));
+    if constexpr (Memory::kFp8) {
+      if (a_.problem.k_scale == ScaleKind::kToken) scale_tokens(scores);
+    }
     release(shared_.key_empty(key_.stage));
     key_.advance();
     softmax.cap(scores);
-    if (live != kAllLive || task.hides(a_.problem, tile)) {
-      mask(a_.problem, rows, tile * kTileTokens + lane_ % 4 * 2, live, scores);
+    if (live != kAllLive || !full.hold(tile)) {
+      mask(a_.problem, positions, tile * kTileTokens + lane_ % 4 * 2, live, scores);
     }
     softmax.weigh(scores, shrink);
   }
 
-  __device__ __forceinline__ static void pack(const float (&scores)[kScores],
-                                              uint32_t (&weights)[kWeights]) {
+  __device__ __forceinline__ void scale_tokens(float (&scores)[kScores]) const {
 #pragma unroll
-    for (int i = 0; i < kWeights; ++i) weights[i] = pack_bf16(scores[2 * i], scores[2 * i + 1]);
+    for (int i = 0; i < kScores; ++i) {
+      const int token = i / 4 * 8 + lane_ % 4 * 2 + i % 2;
+      scores[i] *= __uint_as_float(load_shared_4(shared_.token_scale(key_.stage, token)));
+    }
   }
 
   // Rows that see a token whose value is not finite become NaN.
-  __device__ __forceinline__ void note_bad(const Task& task, const Rows& rows, int tile,
-                                           Softmax& softmax) const {
+  __device__ __forceinline__ void note_bad(const Positions& positions, int tile,
+                                           Softmax<Cache>& softmax) const {
     uint32_t any = 0;
 #pragma unroll 1
     for (int word = 0; word < kTileTokens / 32; ++word) {
@@ -176,7 +218,7 @@ class Consumer {
       for (; bad != 0; bad &= bad - 1) {
         const int token = tile * kTileTokens + word * 32 + __ffs(static_cast<int>(bad)) - 1;
         for (int r = 0; r < 2; ++r) {
-          if (Sight(a_.problem, rows.position[r]).sees(token)) any |= 1u << r;
+          if (Sight(a_.problem, positions.of[r]).sees(token)) any |= 1u << r;
         }
       }
     }
@@ -188,28 +230,38 @@ class Consumer {
 
   // Four lanes hold 32 neighbours of a row, pairs of every 8: they exchange them, so that each
   // writes 16 bytes.
-  __device__ __forceinline__ void write(const Rows& rows, const Closing (&closings)[2],
+  __device__ __forceinline__ void write(const Task& task, const Softmax<Cache>& softmax,
                                         const float (&out)[kOutputs]) const {
+    const Problem& p = a_.problem;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int64_t q_row = rows.q_row[r] * a_.problem.q_heads() + rows.q_head[r];
+      const int row = first_row_ + 8 * r;
+      const int head_row = task.tile.first_head + row;
+      const int token = token_of(a_, head_row);
+      const int q_head = task.kv_head * p.group + head_row - token * p.group;
+      const int64_t index = (int64_t{task.tile.first_q} + token) * p.q_heads() + q_head;
+      const bool exists = row < task.tile.rows;
+      Closing closing = softmax.close(r, a_.sinks == nullptr ? nullptr : a_.sinks + q_head);
+      if constexpr (Memory::kFp8) {
+        closing.weight *= scale_of(a_.v_scale, p.v_scale, task.kv_head);
+      }
 #pragma unroll
       for (int i = 0; i < D / 32; ++i) {
         uint32_t pairs[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float* const at = out + (4 * i + j) * 4 + 2 * r;
-          pairs[j] = pack_bf16(at[0] * closings[r].weight, at[1] * closings[r].weight);
+          pairs[j] = pack_bf16(at[0] * closing.weight, at[1] * closing.weight);
         }
         exchange<1>(pairs[0], pairs[1]);
         exchange<1>(pairs[2], pairs[3]);
         exchange<2>(pairs[0], pairs[2]);
         exchange<2>(pairs[1], pairs[3]);
-        if (!rows.exists[r]) continue;
-        uint4* const to = reinterpret_cast<uint4*>(a_.out + q_row * D) + i * 4 + lane_ % 4;
+        if (!exists) continue;
+        uint4* const to = reinterpret_cast<uint4*>(a_.out + index * D) + i * 4 + lane_ % 4;
         *to = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
       }
-      if (a_.lse != nullptr && rows.exists[r] && lane_ % 4 == 0) a_.lse[q_row] = closings[r].lse;
+      if (a_.lse != nullptr && exists && lane_ % 4 == 0) a_.lse[index] = closing.lse;
     }
   }
 
@@ -229,16 +281,13 @@ class Consumer {
   static constexpr int kTurnBarrier = 1;  // and the next
 
   const Arguments& a_;
-  const Shared<D>& shared_;
+  const Memory& shared_;
   int group_;
   int lane_;
   int first_row_;  // of the tile, of this thread's two; the other is eight below
-  uint32_t queries_;
-  uint32_t keys_;
-  uint32_t values_;
   RingPlace<kQueryStages> query_;
-  RingPlace<kKeyStages> key_;
-  RingPlace<kValueStages> value_;
+  RingPlace<Cache::kKeyStages> key_;
+  RingPlace<Cache::kValueStages> value_;
   uint32_t checked_parity_ = 0;  // a bit of each stage
 };
 

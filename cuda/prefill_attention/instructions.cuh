@@ -41,6 +41,45 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return pair;
 }
 
+// Four float32 as e4m3, the first in the lowest byte; saturating.
+__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
+  uint32_t four;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}\n"
+      : "=r"(four)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return four;
+}
+
+// Four 8x8 matrices of 16-bit values, each transposed: lanes 8i to 8i + 7 give the addresses of
+// matrix i's rows, and lane l gets column l / 4, rows 2 (l % 4) and the next.
+__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], SharedAddress address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+// Four 8x8 matrices from a warp: lane l gives columns 2 (l % 4) and the next of row l / 4.
+__device__ __forceinline__ void store_matrices(SharedAddress address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+// Consecutive bytes, a multiple of 16, by the copy engine.
+__device__ __forceinline__ void copy_bytes(SharedAddress to, const void* from, int bytes,
+                                           SharedAddress barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared_16(SharedAddress from) {
   uint4 value;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

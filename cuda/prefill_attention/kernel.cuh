@@ -3,32 +3,34 @@
 
 #include "prefill_attention/consumer.cuh"
 #include "prefill_attention/producer.cuh"
+#include "prefill_attention/query_copies.cuh"
+#include "prefill_attention/value_checks.cuh"
 
 namespace jax_hpc::prefill_attention {
 
 constexpr int kServiceRegisters = 56;
 constexpr int kConsumerRegisters = 224;
 
-template <int D>
+template <class Cache, int D>
 __device__ __forceinline__ void serve(const Arguments& a, const CUtensorMap* k_map,
-                                      const CUtensorMap* v_map, const Shared<D>& shared) {
+                                      const CUtensorMap* v_map, const Shared<Cache, D>& shared) {
   const int warp = threadIdx.x % kWarpgroup / kWarpSize;
   if (warp == 0) {
-    KeyValueWarp<D>(a, k_map, v_map, shared).run();
+    KeyValueWarp<Cache, D>(a, k_map, v_map, shared).run();
   } else if (warp == 1) {
-    copy_queries(a, shared);
+    QueryWarp<Cache, D>(a, shared).run();
   } else {
-    Checker<D>(a, shared, warp - 2).run();
+    Checker<Cache, D>(a, shared, warp - 2).run();
   }
 }
 
-template <int D>
+template <class Cache, int D>
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_kernel(const __grid_constant__ Arguments a, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map) {
   extern __shared__ uint8_t memory[];
-  constexpr SharedAddress kMask = Shared<D>::kAlignment - 1;
-  const Shared<D> shared{(shared_address(memory) + kMask) & ~kMask};
+  constexpr SharedAddress kMask = Shared<Cache, D>::kAlignment - 1;
+  const Shared<Cache, D> shared{(shared_address(memory) + kMask) & ~kMask};
   if (threadIdx.x == 0) {
     prefetch_descriptor(&k_map);
     prefetch_descriptor(&v_map);
@@ -42,7 +44,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     serve(a, &k_map, &v_map, shared);
   } else {
     take_registers<kConsumerRegisters>();
-    Consumer<D>(a, shared, static_cast<int>(threadIdx.x / kWarpgroup)).run();
+    Consumer<Cache, D>(a, shared, static_cast<int>(threadIdx.x / kWarpgroup)).run();
   }
 }
 

@@ -4,17 +4,30 @@
 #include <bit>
 
 #include "common/launch.h"
-#include "prefill_attention/kernel.cuh"
+#include "prefill_attention/arguments.cuh"
+#include "prefill_attention/cache_types.cuh"
 #include "prefill_attention/page_map.h"
 #include "prefill_attention/plan.cuh"
 
 namespace jax_hpc::prefill_attention {
+
+template <class Cache>
+cudaError_t launch_attention(const Arguments&, int, bool, const CUtensorMap&, const CUtensorMap&,
+                             cudaStream_t);
+extern template cudaError_t launch_attention<Bf16Cache>(const Arguments&, int, bool,
+                                                        const CUtensorMap&, const CUtensorMap&,
+                                                        cudaStream_t);
+extern template cudaError_t launch_attention<Fp8Cache>(const Arguments&, int, bool,
+                                                       const CUtensorMap&, const CUtensorMap&,
+                                                       cudaStream_t);
+
 namespace {
 
 bool is_supported(const Problem& p) {
   const bool size =
       p.page_size == 16 || p.page_size == 32 || p.page_size == 64 || p.page_size == 128;
-  return size && (p.head_dim == 64 || p.head_dim == 128) && p.group <= kMostGroup && p.scale > 0;
+  return size && (p.head_dim == 64 || p.head_dim == 128) && p.group <= kMostGroup && p.scale > 0 &&
+         (p.fp8_cache || !p.fp8_query);
 }
 
 cudaError_t launch_plan(const Problem& p, const Buffers& b, cudaStream_t stream) {
@@ -29,16 +42,6 @@ cudaError_t launch_plan(const Problem& p, const Buffers& b, cudaStream_t stream)
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(1 + ceil_div(p.tokens, kFillRows))),
                           .threads = kPlanThreads};
   return jax_hpc::launch(prefill_plan_kernel, shape, stream, a);
-}
-
-template <int D>
-cudaError_t launch_dim(const Arguments& a, int sms, const CUtensorMap& k_map,
-                       const CUtensorMap& v_map, bool overlaps, cudaStream_t stream) {
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(sms)),
-                          .threads = kThreads,
-                          .shared_bytes = Shared<D>::kBytes,
-                          .overlaps_previous = overlaps};
-  return jax_hpc::launch(prefill_kernel<D>, shape, stream, a, k_map, v_map);
 }
 
 cudaError_t count_sms(int* sms) {
@@ -64,14 +67,17 @@ cudaError_t launch(const Problem& problem, const Buffers& buffers, bool overlaps
   const Arguments a{.problem = problem,
                     .group_reciprocal = group_reciprocal(problem.group),
                     .page_bits = std::countr_zero(static_cast<unsigned>(problem.page_size)),
-                    .q = static_cast<const __nv_bfloat16*>(buffers.q),
+                    .q = buffers.q,
                     .page_table = buffers.page_table,
                     .plan = buffers.plan,
                     .sinks = buffers.sinks,
+                    .q_scale = buffers.q_scale,
+                    .k_scale = buffers.k_scale,
+                    .v_scale = buffers.v_scale,
                     .out = static_cast<__nv_bfloat16*>(buffers.out),
                     .lse = buffers.lse};
-  return problem.head_dim == 64 ? launch_dim<64>(a, sms, k_map, v_map, overlaps, stream)
-                                : launch_dim<128>(a, sms, k_map, v_map, overlaps, stream);
+  return problem.fp8_cache ? launch_attention<Fp8Cache>(a, sms, overlaps, k_map, v_map, stream)
+                           : launch_attention<Bf16Cache>(a, sms, overlaps, k_map, v_map, stream);
 }
 
 }  // namespace jax_hpc::prefill_attention

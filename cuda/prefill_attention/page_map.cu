@@ -1,5 +1,7 @@
 #include "prefill_attention/page_map.h"
 
+#include <algorithm>
+
 #include "common/tensor_map.h"
 
 namespace jax_hpc::prefill_attention {
@@ -7,19 +9,25 @@ namespace jax_hpc::prefill_attention {
 cudaError_t make_page_map(const Problem& p, const void* pages, CUtensorMap* map) {
   const TensorMapEncoder& encoder = tensor_map_encoder();
   if (encoder.status != cudaSuccess) return encoder.status;
-  constexpr int kElementBytes = 2;
-  constexpr int kRowElements = 64;  // 128 bytes
-  const cuuint64_t extent[4] = {kRowElements, static_cast<cuuint64_t>(p.page_size),
-                                static_cast<cuuint64_t>(p.head_dim / kRowElements),
+  constexpr int kWidestRow = 128;  // bytes of a row in shared memory
+  const int element_bytes = p.fp8_cache ? 1 : 2;
+  const int row_bytes = std::min(p.head_dim * element_bytes, kWidestRow);
+  const int row_elements = row_bytes / element_bytes;
+  const cuuint64_t extent[4] = {static_cast<cuuint64_t>(row_elements),
+                                static_cast<cuuint64_t>(p.page_size),
+                                static_cast<cuuint64_t>(p.head_dim / row_elements),
                                 static_cast<cuuint64_t>(p.pages) * p.kv_heads};
-  const auto token_bytes = static_cast<cuuint64_t>(p.head_dim) * kElementBytes;
-  const cuuint64_t strides[3] = {token_bytes, kRowElements * kElementBytes,
+  const auto token_bytes = static_cast<cuuint64_t>(p.head_dim) * element_bytes;
+  const cuuint64_t strides[3] = {token_bytes, static_cast<cuuint64_t>(row_bytes),
                                  token_bytes * p.page_size};
-  const cuuint32_t box[4] = {kRowElements, static_cast<cuuint32_t>(p.page_size), 1, 1};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(row_elements),
+                             static_cast<cuuint32_t>(p.page_size), 1, 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   const CUresult result = encoder.encode(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(pages), extent, strides, box,
-      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      map, p.fp8_cache ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
+      const_cast<void*>(pages), extent, strides, box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      row_bytes == kWidestRow ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

@@ -1,16 +1,20 @@
-// The warps that serve the consumers, all of one warpgroup: one takes tasks and asks the copy
-// engine for keys and values, one copies queries, two look after values that some row must not see.
+// The warp that takes tasks and asks the copy engine for their keys and values, ahead of the
+// consumers.
 #pragma once
 
 #include "prefill_attention/shared.cuh"
 
 namespace jax_hpc::prefill_attention {
 
-template <int D>
+template <class Cache, int D>
 class KeyValueWarp {
+  using Memory = Shared<Cache, D>;
+  using TileOf = Tile<Cache, D>;
+  static constexpr int kStages = Cache::kRawStages > 0 ? Cache::kRawStages : Cache::kValueStages;
+
  public:
   __device__ KeyValueWarp(const Arguments& a, const CUtensorMap* k_map, const CUtensorMap* v_map,
-                          const Shared<D>& shared)
+                          const Memory& shared)
       : a_(a),
         k_map_(k_map),
         v_map_(v_map),
@@ -84,44 +88,67 @@ class KeyValueWarp {
     return id >= 0 && id < p.pages ? id : -1;
   }
 
+  // A page that does not exist is read as one behind the last: zeros.
   __device__ __forceinline__ void send(const Task& task, int page) {
     const Problem& p = a_.problem;
-    // Bits of 16 tokens, from one bit a page.
     const uint32_t exists = __ballot_sync(~0u, page >= 0) & ((1u << parts_) - 1);
-    const int groups = kTileTokens / 16 / parts_;  // of a page
-    uint32_t live = 0;
-    for (int i = 0; i < parts_; ++i) live |= (exists >> i & 1) * ((1u << groups) - 1) << i * groups;
     const int part = page >= 0 ? page * p.kv_heads + task.kv_head : p.pages * p.kv_heads;
-    const bool copies = column_ < Tile<D>::kColumns;
+    const bool copies = column_ < TileOf::kColumns;
     const SharedAddress offset =
-        column_ * Tile<D>::kColumnBytes + (part_ << a_.page_bits) * Tile<D>::kRowBytes;
+        column_ * TileOf::kColumnBytes + (part_ << a_.page_bits) * TileOf::kRowBytes;
 
     wait(shared_.key_empty(key_.stage), key_.parity ^ 1);
+    const SharedAddress key_full = shared_.key_full(key_.stage);
     if (lane_ == 0) {
-      store_shared_4(shared_.live(key_.stage), live);
-      arrive_expecting(shared_.key_full(key_.stage), Tile<D>::kBytes);
+      store_shared_4(shared_.live(key_.stage), live_tokens(exists));
+      arrive_expecting(key_full, TileOf::kBytes + token_scale_bytes() * __popc(exists));
     }
     __syncwarp();
     if (copies) {
-      copy_tile(shared_.key(key_.stage) + offset, k_map_, shared_.key_full(key_.stage), 0, 0,
-                column_, part);
+      copy_tile(shared_.key(key_.stage) + offset, k_map_, key_full, 0, 0, column_, part);
+    }
+    if (token_scale_bytes() > 0 && column_ == 0 && page >= 0) {
+      copy_bytes(shared_.token_scale(key_.stage, part_ << a_.page_bits),
+                 a_.k_scale + (int64_t{part} << a_.page_bits), token_scale_bytes(), key_full);
     }
     key_.advance();
 
-    wait(shared_.value_empty(value_.stage), value_.parity ^ 1);
-    if (lane_ == 0) arrive_expecting(shared_.value_full(value_.stage), Tile<D>::kBytes);
-    __syncwarp();
-    if (copies) {
-      copy_tile(shared_.value(value_.stage) + offset, v_map_, shared_.value_full(value_.stage), 0,
-                0, column_, part);
+    if constexpr (Memory::kFp8) {
+      send_values(shared_.raw_empty(value_.stage), shared_.raw_full(value_.stage),
+                  shared_.raw(value_.stage) + offset, copies, part);
+    } else {
+      send_values(shared_.value_empty(value_.stage), shared_.value_full(value_.stage),
+                  shared_.value(value_.stage) + offset, copies, part);
     }
     value_.advance();
+  }
+
+  __device__ __forceinline__ void send_values(SharedAddress empty, SharedAddress full,
+                                              SharedAddress to, bool copies, int part) const {
+    wait(empty, value_.parity ^ 1);
+    if (lane_ == 0) arrive_expecting(full, TileOf::kBytes);
+    __syncwarp();
+    if (copies) copy_tile(to, v_map_, full, 0, 0, column_, part);
+  }
+
+  // A bit for 16 tokens, from one for a page.
+  __device__ __forceinline__ uint32_t live_tokens(uint32_t exists) const {
+    const int groups = kTileTokens / 16 / parts_;  // of a page
+    uint32_t live = 0;
+    for (int i = 0; i < parts_; ++i) live |= (exists >> i & 1) * ((1u << groups) - 1) << i * groups;
+    return live;
+  }
+
+  // Of a page.
+  __device__ __forceinline__ int token_scale_bytes() const {
+    if (!Memory::kFp8 || a_.problem.k_scale != ScaleKind::kToken) return 0;
+    return 4 << a_.page_bits;
   }
 
   const Arguments& a_;
   const CUtensorMap* k_map_;
   const CUtensorMap* v_map_;
-  const Shared<D>& shared_;
+  const Memory& shared_;
   int lane_;
   int parts_;   // pages of a tile
   int part_;    // this lane's of them
@@ -130,115 +157,8 @@ class KeyValueWarp {
   int heads_ = 1;        // KV heads that are worked on at a time
   int heads_tasks_ = 1;  // and their tasks
   RingPlace<kTaskSlots> slot_;
-  RingPlace<kKeyStages> key_;
-  RingPlace<kValueStages> value_;
-};
-
-// Queries of the next task while this one is under way.
-template <int D>
-__device__ __forceinline__ void copy_queries(const Arguments& a, const Shared<D>& shared) {
-  constexpr int kVectors = Tile<D>::kVectors;
-  const Problem& p = a.problem;
-  const int lane = threadIdx.x % kWarpSize;
-  const int vector = lane % kVectors;
-  TaskReader<D> reader{shared, {}};
-  RingPlace<kQueryStages> place;
-  for (;;) {
-    const Task task = reader.next();
-    if (task.tile.rows == 0) return;
-    wait(shared.query_empty(place.stage), place.parity ^ 1);
-    const SharedAddress to = shared.query(place.stage);
-    const __nv_bfloat16* const from =
-        a.q + (int64_t{task.tile.first_q} * p.q_heads() + task.kv_head * p.group) * D + vector * 8;
-#pragma unroll 4
-    for (int row = lane / kVectors; row < kTileRows; row += kWarpSize / kVectors) {
-      const int head_row = task.tile.first_head + row;
-      const int token = token_of(a, head_row);
-      const int head = head_row - token * p.group;
-      const bool exists = row < task.tile.rows;
-      const int64_t at = exists ? (int64_t{token} * p.q_heads() + head) * D : 0;
-      copy_16(to + Tile<D>::offset(row, vector), from + at, exists);
-    }
-    commit_copies();
-    wait_copies<0>();
-    fence_shared_writes();
-    release(shared.query_full(place.stage));
-    place.advance();
-  }
-}
-
-// The tensor cores multiply what a row does not see by zero, and 0 * NaN is NaN. In tiles that hold
-// a token hidden from some row, values hidden from all become zeros, and so do tokens whose value
-// is not finite: those are noted, and rows that see one become NaN at the end.
-template <int D>
-class Checker {
-  static constexpr int kVectors = Tile<D>::kVectors;
-  static constexpr int kRows = kWarpSize / kVectors;  // that a warp looks at together
-
- public:
-  __device__ Checker(const Arguments& a, const Shared<D>& shared, int checker)
-      : a_(a), shared_(shared), checker_(checker), lane_(threadIdx.x % kWarpSize) {}
-
-  __device__ __forceinline__ void run() {
-    TaskReader<D> reader{shared_, {}};
-    RingPlace<kValueStages> place;
-    for (;;) {
-      const Task task = reader.next();
-      if (task.tile.rows == 0) return;
-      for (int tile = task.tile.last_tile; tile >= task.tile.first_tile; --tile) {
-        if (task.hides(a_.problem, tile)) {
-          wait(shared_.value_full(place.stage), place.parity);
-          check(task, tile * kTileTokens, place.stage);
-          fence_shared_writes();
-          release(shared_.value_checked(place.stage));
-        }
-        place.advance();
-      }
-    }
-  }
-
- private:
-  __device__ __forceinline__ static bool is_finite(uint4 v) {
-    constexpr uint32_t kExponent = 0x7f80;
-    bool finite = true;
-    for (const uint32_t pair : {v.x, v.y, v.z, v.w}) {
-      finite = finite && (pair & kExponent) != kExponent && (pair >> 16 & kExponent) != kExponent;
-    }
-    return finite;
-  }
-
-  __device__ __forceinline__ void check(const Task& task, int first_token, int stage) const {
-    const Sight first(a_.problem, task.tile.first_position);
-    const Sight last(a_.problem, task.tile.last_position);
-    const SharedAddress values = shared_.value(stage);
-    constexpr uint32_t kLanesOfRow = (1u << kVectors) - 1;
-    uint32_t bad = 0;  // in lane w word w of the result
-#pragma unroll 2
-    for (int i = checker_; i < kTileTokens / kRows; i += kCheckers) {
-      const int row = i * kRows + lane_ / kVectors;
-      const int token = first_token + row;
-      const bool hidden_from_all = token > last.position || token < first.lowest;
-      const bool seen_by_all = token <= first.position && token >= last.lowest;
-      const SharedAddress at = values + Tile<D>::offset(row, lane_ % kVectors);
-      const bool finite = hidden_from_all || seen_by_all || is_finite(load_shared_16(at));
-      const uint32_t broken = __ballot_sync(~0u, !finite);
-      const bool is_bad = (broken >> (lane_ / kVectors * kVectors) & kLanesOfRow) != 0;
-      if (hidden_from_all || is_bad) store_shared_16(at, uint4{0, 0, 0, 0});
-      if (broken == 0) continue;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int bad_row = i * kRows + r;
-        const bool noted = (broken >> r * kVectors & kLanesOfRow) != 0 && bad_row / 32 == lane_;
-        if (noted) bad |= 1u << bad_row % 32;
-      }
-    }
-    if (lane_ < kTileTokens / 32) store_shared_4(shared_.bad(stage, checker_) + lane_ * 4, bad);
-  }
-
-  const Arguments& a_;
-  const Shared<D>& shared_;
-  int checker_;
-  int lane_;
+  RingPlace<Cache::kKeyStages> key_;
+  RingPlace<kStages> value_;
 };
 
 }  // namespace jax_hpc::prefill_attention

@@ -3,29 +3,51 @@
 #pragma once
 
 #include "prefill_attention/arguments.cuh"
+#include "prefill_attention/cache_types.cuh"
 
 namespace jax_hpc::prefill_attention {
 
-// A tile of 128 tokens or rows lies as columns of 128 bytes, each token one row of the copy
-// engine's swizzle.
-template <int D>
+// A tile of 128 tokens or rows lies as columns of 128 bytes (64 where a row has no more), each
+// token one row of the copy engine's swizzle.
+template <class Cache, int D>
 struct Tile {
-  static constexpr int kRowBytes = 128;
+  static constexpr int kTokenBytes = D * Cache::kBytes;
+  static constexpr int kRowBytes = kTokenBytes < 128 ? kTokenBytes : 128;
   static constexpr int kColumnBytes = kTileTokens * kRowBytes;
-  static constexpr int kColumns = D * 2 / kRowBytes;
+  static constexpr int kColumns = kTokenBytes / kRowBytes;
   static constexpr int kBytes = kColumns * kColumnBytes;
-  static constexpr int kVectors = D * 2 / 16;  // of a token
+  static constexpr int kVectors = kTokenBytes / 16;  // of a token
+  static constexpr int kSteps = kTokenBytes / 32;    // products over the head dimension
 
   // Of the 16 bytes `vector` of a row.
   static __device__ __forceinline__ int offset(int row, int vector) {
-    return vector / 8 * kColumnBytes + row * kRowBytes + ((vector ^ row) & 7) * 16;
+    constexpr int kInRow = kRowBytes / 16;
+    const int swizzled = kRowBytes == 128 ? vector ^ row : vector ^ row / 2;
+    return vector / kInRow * kColumnBytes + row * kRowBytes + swizzled % kInRow * 16;
+  }
+  // What makes a place, in units of 16 bytes, a descriptor: groups of eight rows lie 8 kRowBytes
+  // apart.
+  static __device__ __forceinline__ uint64_t describe(uint32_t place) {
+    constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
+    return kSwizzle << 62 | uint64_t{kRowBytes * 8 / 16} << 32 | uint64_t{1} << 16 | place;
+  }
+  // Of step k's 32 bytes of each row, in the same units.
+  static constexpr int step(int k) {
+    constexpr int kInRow = kRowBytes / 32;
+    return k / kInRow * (kColumnBytes / 16) + k % kInRow * 2;
+  }
+};
+
+// Values of an fp8 cache, transposed: a dimension is a row of 128 tokens.
+struct TransposedTile {
+  static constexpr int kRowBytes = kTileTokens;
+  static __device__ __forceinline__ int offset(int dimension, int vector) {
+    return dimension * kRowBytes + ((vector ^ dimension) & 7) * 16;
   }
 };
 
 constexpr int kQueryStages = 2;
-constexpr int kKeyStages = 2;
-constexpr int kValueStages = 2;
-constexpr int kTaskSlots = 2;
+constexpr int kTaskSlots = 4;
 constexpr int kCheckers = 2;  // warps that look after values that some row must not see
 
 // A place in a ring and the parity of its barriers' phase.
@@ -41,39 +63,51 @@ struct RingPlace {
   }
 };
 
-template <int D>
+template <class Cache_, int D>
 struct Shared {
+  using Cache = Cache_;
+  using TileOf = Tile<Cache, D>;
+  static constexpr int kTileBytes = TileOf::kBytes;
+  static constexpr int kKeyStages = Cache::kKeyStages;
+  static constexpr int kValueStages = Cache::kValueStages;
+  static constexpr int kRawStages = Cache::kRawStages;
+  static constexpr bool kFp8 = Cache::kBytes == 1;
   static constexpr int kAlignment = 1024;
   static constexpr int kQueryAt = 0;
-  static constexpr int kKeyAt = kQueryAt + kQueryStages * Tile<D>::kBytes;
-  static constexpr int kValueAt = kKeyAt + kKeyStages * Tile<D>::kBytes;
-  static constexpr int kQueryFullAt = kValueAt + kValueStages * Tile<D>::kBytes;
+  static constexpr int kKeyAt = kQueryAt + kQueryStages * kTileBytes;
+  static constexpr int kValueAt = kKeyAt + kKeyStages * kTileBytes;
+  static constexpr int kRawAt = kValueAt + kValueStages * kTileBytes;
+  static constexpr int kQueryFullAt = kRawAt + kRawStages * kTileBytes;
   static constexpr int kQueryEmptyAt = kQueryFullAt + kQueryStages * 8;
   static constexpr int kKeyFullAt = kQueryEmptyAt + kQueryStages * 8;
   static constexpr int kKeyEmptyAt = kKeyFullAt + kKeyStages * 8;
   static constexpr int kValueFullAt = kKeyEmptyAt + kKeyStages * 8;
   static constexpr int kValueCheckedAt = kValueFullAt + kValueStages * 8;
   static constexpr int kValueEmptyAt = kValueCheckedAt + kValueStages * 8;
-  static constexpr int kTaskFullAt = kValueEmptyAt + kValueStages * 8;
+  static constexpr int kRawFullAt = kValueEmptyAt + kValueStages * 8;
+  static constexpr int kRawEmptyAt = kRawFullAt + kRawStages * 8;
+  static constexpr int kTaskFullAt = kRawEmptyAt + kRawStages * 8;
   static constexpr int kTaskEmptyAt = kTaskFullAt + kTaskSlots * 8;
   static constexpr int kLiveAt = kTaskEmptyAt + kTaskSlots * 8;
   static constexpr int kBadAt = (kLiveAt + kKeyStages * 4 + 15) / 16 * 16;
   static constexpr int kTaskAt = kBadAt + kValueStages * kCheckers * 16;
   static constexpr int kTaskBytes = 48;
-  static constexpr int kEnd = kTaskAt + kTaskSlots * kTaskBytes;
+  static constexpr int kQueryScaleAt = kTaskAt + kTaskSlots * kTaskBytes;
+  static constexpr int kTokenScaleAt = kQueryScaleAt + (kFp8 ? kQueryStages * kTileRows * 4 : 0);
+  static constexpr int kEnd = kTokenScaleAt + (kFp8 ? kKeyStages * kTileTokens * 4 : 0);
   static constexpr int kBytes = kEnd + kAlignment;
   static_assert(kBytes <= 227 * 1024);
 
   SharedAddress start;  // a multiple of kAlignment
 
   __device__ __forceinline__ SharedAddress query(int stage) const {
-    return start + kQueryAt + stage * Tile<D>::kBytes;
+    return start + kQueryAt + stage * kTileBytes;
   }
   __device__ __forceinline__ SharedAddress key(int stage) const {
-    return start + kKeyAt + stage * Tile<D>::kBytes;
+    return start + kKeyAt + stage * kTileBytes;
   }
   __device__ __forceinline__ SharedAddress value(int stage) const {
-    return start + kValueAt + stage * Tile<D>::kBytes;
+    return start + kValueAt + stage * kTileBytes;
   }
   __device__ __forceinline__ SharedAddress query_full(int stage) const {
     return start + kQueryFullAt + stage * 8;
@@ -90,12 +124,23 @@ struct Shared {
   __device__ __forceinline__ SharedAddress value_full(int stage) const {
     return start + kValueFullAt + stage * 8;
   }
-  // Of tiles that hold a token hidden from some row, instead of value_full.
+  // Of tiles that hold a token hidden from some row, instead of value_full; of all tiles of an fp8
+  // cache, which have been transposed then.
   __device__ __forceinline__ SharedAddress value_checked(int stage) const {
     return start + kValueCheckedAt + stage * 8;
   }
   __device__ __forceinline__ SharedAddress value_empty(int stage) const {
     return start + kValueEmptyAt + stage * 8;
+  }
+  // Values as they are in an fp8 cache.
+  __device__ __forceinline__ SharedAddress raw(int stage) const {
+    return start + kRawAt + stage * kTileBytes;
+  }
+  __device__ __forceinline__ SharedAddress raw_full(int stage) const {
+    return start + kRawFullAt + stage * 8;
+  }
+  __device__ __forceinline__ SharedAddress raw_empty(int stage) const {
+    return start + kRawEmptyAt + stage * 8;
   }
   __device__ __forceinline__ SharedAddress task_full(int slot) const {
     return start + kTaskFullAt + slot * 8;
@@ -114,26 +159,38 @@ struct Shared {
   __device__ __forceinline__ SharedAddress task(int slot) const {
     return start + kTaskAt + slot * kTaskBytes;
   }
+  // float32, on an fp8 cache.
+  __device__ __forceinline__ SharedAddress query_scale(int stage, int row) const {
+    return start + kQueryScaleAt + (stage * kTileRows + row) * 4;
+  }
+  __device__ __forceinline__ SharedAddress token_scale(int stage, int token) const {
+    return start + kTokenScaleAt + (stage * kTileTokens + token) * 4;
+  }
 };
 
 // By one thread.
-template <int D>
-__device__ __forceinline__ void init_barriers(const Shared<D>& shared) {
+template <class Memory>
+__device__ __forceinline__ void init_barriers(const Memory& shared) {
 #pragma unroll
   for (int i = 0; i < kQueryStages; ++i) {
     init_barrier(shared.query_full(i), 1);
     init_barrier(shared.query_empty(i), kConsumerWarps);
   }
 #pragma unroll
-  for (int i = 0; i < kKeyStages; ++i) {
+  for (int i = 0; i < Memory::kKeyStages; ++i) {
     init_barrier(shared.key_full(i), 1);
     init_barrier(shared.key_empty(i), kConsumerWarps);
   }
 #pragma unroll
-  for (int i = 0; i < kValueStages; ++i) {
+  for (int i = 0; i < Memory::kValueStages; ++i) {
     init_barrier(shared.value_full(i), 1);
     init_barrier(shared.value_checked(i), kCheckers);
     init_barrier(shared.value_empty(i), kConsumerWarps);
+  }
+#pragma unroll
+  for (int i = 0; i < Memory::kRawStages; ++i) {
+    init_barrier(shared.raw_full(i), 1);
+    init_barrier(shared.raw_empty(i), kCheckers);
   }
 #pragma unroll
   for (int i = 0; i < kTaskSlots; ++i) {
@@ -150,21 +207,30 @@ __device__ __forceinline__ void release(SharedAddress barrier) {
 }
 
 // The tasks of a CTA as all warps but the one that takes them see them.
-template <int D>
+template <class Memory>
 struct TaskReader {
-  const Shared<D>& shared;
+  const Memory& shared;
   RingPlace<kTaskSlots> place;
 
   __device__ __forceinline__ Task next() {
     wait(shared.task_full(place.stage), place.parity);
+    const Task task = read();
+    finish();
+    return task;
+  }
+
+  __device__ __forceinline__ Task read() const {
     const SharedAddress at = shared.task(place.stage);
     const uint4 a = load_shared_16(at);
     const uint4 b = load_shared_16(at + 16);
     const uint32_t c = load_shared_4(at + 32);
-    release(shared.task_empty(place.stage));
-    place.advance();
     const auto i = [](uint32_t x) { return static_cast<int>(x); };
     return {{i(a.x), i(a.y), i(a.z), i(a.w), i(b.x), i(b.y), i(b.z), i(b.w)}, i(c)};
+  }
+
+  __device__ __forceinline__ void finish() {
+    release(shared.task_empty(place.stage));
+    place.advance();
   }
 };
 

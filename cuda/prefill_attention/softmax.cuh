@@ -5,22 +5,14 @@
 
 namespace jax_hpc::prefill_attention {
 
-// The rows of a thread: `row` of the task's tile and the one eight below.
-struct Rows {
-  int position[2];
-  int q_head[2];
-  int64_t q_row[2];
-  bool exists[2];
+// The positions of a thread's rows: `row` of the task's tile and the one eight below.
+struct Positions {
+  int of[2];
 
-  __device__ __forceinline__ Rows(const Arguments& a, const Task& task, int row) {
+  __device__ __forceinline__ Positions(const Arguments& a, const Task& task, int row) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int head_row = task.tile.first_head + row + 8 * r;
-      const int token = token_of(a, head_row);
-      position[r] = task.tile.first_position + token;
-      q_head[r] = task.kv_head * a.problem.group + head_row - token * a.problem.group;
-      q_row[r] = int64_t{task.tile.first_q} + token;
-      exists[r] = row + 8 * r < task.tile.rows;
+      of[r] = task.tile.first_position + token_of(a, task.tile.first_head + row + 8 * r);
     }
   }
 };
@@ -28,11 +20,11 @@ struct Rows {
 // Hides what a row does not see; scores[4 j + 2 r + e] is of row r and token first + 8 j + e. Bit g
 // of `live`: the tokens 16 g to 16 g + 16 are on a page that exists.
 template <int Count>
-__device__ __forceinline__ void mask(const Problem& p, const Rows& rows, int first, uint32_t live,
-                                     float (&scores)[Count]) {
+__device__ __forceinline__ void mask(const Problem& p, const Positions& positions, int first,
+                                     uint32_t live, float (&scores)[Count]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const Sight sight(p, rows.position[r]);
+    const Sight sight(p, positions.of[r]);
     const int lowest = sight.lowest - first;
     const int highest = sight.position - first;
 #pragma unroll
@@ -54,25 +46,30 @@ struct Closing {
   float lse;
 };
 
+// Probabilities are 2^Bias at most, whichever the products take best.
+template <class Cache>
 class Softmax {
  public:
-  __device__ __forceinline__ explicit Softmax(const Problem& p) : cap_(p.cap > 0) {
-    const float scale = p.scale * kLog2E;
-    unit_ = cap_ ? p.cap * kLog2E : scale;
-    inner_ = cap_ ? 2 * scale / p.cap : 0;
+  // `scales`: of the two rows' scores, beside the problem's.
+  __device__ __forceinline__ Softmax(const Problem& p, const float (&scales)[2]) : cap_(p.cap) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float scale = p.scale * kLog2E * scales[r];
+      factor_[r] = cap_ > 0 ? 2 * scale / cap_ : scale;
+    }
   }
 
   // With a cap, scores become tanh(scale * score / cap).
   template <int Count>
   __device__ __forceinline__ void cap(float (&scores)[Count]) const {
-    if (!cap_) return;
+    if (cap_ == 0) return;
 #pragma unroll
     for (int i = 0; i < Count; ++i) {
-      scores[i] = 1 - __fdividef(2.0f, 1 + power_of_2(scores[i] * inner_));
+      scores[i] = 1 - __fdividef(2.0f, 1 + power_of_2(scores[i] * factor_[i / 2 % 2]));
     }
   }
 
-  // Scores become powers of 2 below 1; what was summed before has to shrink by the factors.
+  // Scores become powers of 2; what was summed before has to shrink by the factors.
   template <int Count>
   __device__ __forceinline__ void weigh(float (&scores)[Count], float (&shrink)[2]) {
 #pragma unroll
@@ -84,16 +81,17 @@ class Softmax {
       }
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      shrink[r] = power_of_2((top_[r] - top) * unit_);
+      const float unit = unit_of(r);
+      shrink[r] = power_of_2((top_[r] - top) * unit);
       top_[r] = top;
-      const float base = top * unit_;
+      const float base = base_of(r);
       float sum = 0;
 #pragma unroll
       for (int j = 0; j < Count / 4; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& score = scores[4 * j + 2 * r + e];
-          score = power_of_2(fmaf(score, unit_, -base));
+          score = power_of_2(fmaf(score, unit, -base));
           sum += score;
         }
       }
@@ -104,15 +102,15 @@ class Softmax {
   __device__ __forceinline__ void spoil(int r) { total_[r] = NAN; }
 
   // A row that saw no key has no sum. Four lanes share a row.
-  __device__ __forceinline__ Closing close(int r, int q_head, const float* sinks) const {
+  __device__ __forceinline__ Closing close(int r, const float* sink_logit) const {
     float total = total_[r];
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
     if (total == 0) return {0, -INFINITY};
-    float base = top_[r] * unit_;
+    float base = base_of(r);
     float weight = 1;
-    if (sinks != nullptr) {
-      const float sink = sinks[q_head] * kLog2E;
+    if (sink_logit != nullptr) {
+      const float sink = *sink_logit * kLog2E;
       const float top = fmaxf(base, sink);
       weight = power_of_2(base - top);
       total = fmaf(total, weight, power_of_2(sink - top));
@@ -122,9 +120,16 @@ class Softmax {
   }
 
  private:
-  bool cap_;
-  float unit_;   // what makes a score a power of 2
-  float inner_;  // with a cap, before it
+  // What makes a score a power of 2.
+  __device__ __forceinline__ float unit_of(int r) const {
+    return cap_ > 0 ? cap_ * kLog2E : factor_[r];
+  }
+  __device__ __forceinline__ float base_of(int r) const {
+    return fmaf(top_[r], unit_of(r), -Cache::kBias);
+  }
+
+  const float& cap_;
+  float factor_[2];  // of a score, with a cap before that
   float top_[2] = {kNoScore, kNoScore};
   float total_[2] = {};
 };

@@ -26,8 +26,9 @@ struct Case {
   bool lse;
 };
 
-Problem make_problem(int batch, int group, int kv_heads, int head_dim, int page_size) {
+Problem make_problem(int batch, int group, int kv_heads, int head_dim, int page_size, bool fp8) {
   Problem p{};
+  p.fp8_cache = fp8;
   p.batch = batch;
   p.group = group;
   p.kv_heads = kv_heads;
@@ -89,9 +90,12 @@ std::string failure_of(Case c, uint32_t seed, double& worst) {
   DeviceArray<int> q_starts(c.q_starts);
   DeviceArray<int> q_lens(c.q_lens);
   DeviceArray<int> kv_lens(c.kv_lens);
-  DeviceArray<__nv_bfloat16> q(rows * p.head_dim);
-  DeviceArray<__nv_bfloat16> k(cache);
-  DeviceArray<__nv_bfloat16> v(cache);
+  DeviceArray<uint16_t> q(rows * p.head_dim);
+  DeviceArray<uint16_t> k(cache);
+  DeviceArray<uint16_t> v(cache);
+  DeviceArray<float> q_scale(rows);
+  DeviceArray<float> k_scale(size_t(p.pages) * p.kv_heads * p.page_size);
+  DeviceArray<float> v_scale(p.kv_heads);
   std::vector<float> host_sinks(p.q_heads());
   for (float& sink : host_sinks) sink = static_cast<float>(random() % 1000) / 250 - 2;
   DeviceArray<float> sinks(host_sinks);
@@ -105,20 +109,33 @@ std::string failure_of(Case c, uint32_t seed, double& worst) {
   k.poison();  // NaN in every slot that is not written
   v.poison();
   const dim3 tokens(static_cast<unsigned>(longest), static_cast<unsigned>(p.batch));
-  fill_normal<<<64, 256>>>(q.data(), q.size(), seed, false);
+  fill_values<<<64, 256>>>(q.data(), q.size(), seed, p.fp8_query);
+  for (DeviceArray<float>* scale : {&q_scale, &k_scale, &v_scale}) {
+    fill_uniform<<<64, 256>>>(scale->data(), scale->size(), seed + 3);
+  }
   fill_tokens<<<tokens, 128>>>(p, k.data(), table.data(), kv_lens.data(), seed + 1);
   fill_tokens<<<tokens, 128>>>(p, v.data(), table.data(), kv_lens.data(), seed + 2);
   const float* const used_sinks = c.sinks ? sinks.data() : nullptr;
-  reference_rows<<<static_cast<int>(rows), 128>>>({p, q.data(), k.data(), v.data(), table.data(),
-                                                   q_starts.data(), q_lens.data(), kv_lens.data(),
-                                                   used_sinks, want.data(), bound.data(),
-                                                   want_lse.data(), weights.data(), longest});
+  reference_rows<<<static_cast<int>(rows), 128>>>(
+      {p, q.data(), k.data(), v.data(), table.data(), q_starts.data(), q_lens.data(),
+       kv_lens.data(), q_scale.data(), k_scale.data(), v_scale.data(), used_sinks, want.data(),
+       bound.data(), want_lse.data(), weights.data(), longest});
   require(cudaDeviceSynchronize(), "reference");
 
-  const Buffers buffers{
-      q.data(),      k.data(),       v.data(),   table.data(), q_starts.data(),
-      q_lens.data(), kv_lens.data(), used_sinks, out.data(),   c.lse ? lse.data() : nullptr,
-      plan.data()};
+  const Buffers buffers{q.data(),
+                        k.data(),
+                        v.data(),
+                        table.data(),
+                        q_starts.data(),
+                        q_lens.data(),
+                        kv_lens.data(),
+                        q_scale.data(),
+                        k_scale.data(),
+                        v_scale.data(),
+                        used_sinks,
+                        out.data(),
+                        c.lse ? lse.data() : nullptr,
+                        plan.data()};
   const auto run = [&](bool overlapped) {
     lse.poison();
     plan.poison();
@@ -167,10 +184,16 @@ std::string failure_of(Case c, uint32_t seed, double& worst) {
 
 std::string name_of(const Case& c) {
   char text[240];
-  std::snprintf(text, sizeof text,
-                "T %d B %d G %d Hkv %d D %d N %d window %d cap %g sinks %d holes %d max_q_len %d",
-                c.p.tokens, c.p.batch, c.p.group, c.p.kv_heads, c.p.head_dim, c.p.page_size,
-                c.p.window, c.p.cap, c.sinks, c.holes, c.p.max_q_len);
+  std::snprintf(
+      text, sizeof text,
+      "T %d B %d G %d Hkv %d D %d N %d %s scales %d %d window %d cap %g sinks %d holes %d "
+      "max_q_len %d",
+      c.p.tokens, c.p.batch, c.p.group, c.p.kv_heads, c.p.head_dim, c.p.page_size,
+      c.p.fp8_query   ? "fp8/fp8"
+      : c.p.fp8_cache ? "bf16/fp8"
+                      : "bf16",
+      static_cast<int>(c.p.k_scale), static_cast<int>(c.p.v_scale), c.p.window, c.p.cap, c.sinks,
+      c.holes, c.p.max_q_len);
   std::string name = text;
   for (int b = 0; b < c.p.batch && b < 6; ++b) {
     name += " " + std::to_string(c.q_lens[b]) + "/" + std::to_string(c.kv_lens[b]);
@@ -183,10 +206,16 @@ Case random_case(std::mt19937& random, bool small) {
     return values.begin()[random() % values.size()];
   };
   const auto below = [&](int bound) { return static_cast<int>(random() % bound); };
+  const bool fp8 = random() % 2 == 0;
   Case c{};
   c.p = make_problem(small ? pick({1, 2, 3}) : pick({1, 2, 3, 5, 33}),
                      pick({1, 2, 4, 5, 6, 7, 8, 12, 16}), pick({1, 2, 3}), pick({64, 128}),
-                     pick({16, 32, 64, 128}));
+                     pick({16, 32, 64, 128}), fp8);
+  c.p.fp8_query = fp8 && random() % 2 == 0;
+  if (fp8) {
+    c.p.k_scale = static_cast<ScaleKind>(random() % 4);
+    c.p.v_scale = static_cast<ScaleKind>(random() % 3);
+  }
   c.p.window = pick({0, 0, 0, 1, 100, 1000});
   c.p.cap = static_cast<float>(pick({0, 0, 0, 3}));
   c.sinks = random() % 4 == 0;
@@ -227,8 +256,10 @@ int check(bool small) {
 }
 
 // Layers with queries and caches of their own, more than 220 MB of them, and the time of one.
-void time_mix(const Mix& mix) {
-  Problem p = make_problem(mix.batch, 8, 8, 128, 64);
+void time_mix(const Mix& mix, bool fp8) {
+  Problem p = make_problem(mix.batch, 8, 8, 128, 64, fp8);
+  p.fp8_query = fp8;
+  if (fp8) p.k_scale = p.v_scale = ScaleKind::kTensor;
   p.tokens = mix.batch * mix.q_len;
   p.max_q_len = mix.q_len;
   const int length = mix.context + mix.q_len;
@@ -241,23 +272,31 @@ void time_mix(const Mix& mix) {
   DeviceArray<int> kv_lens(std::vector<int>(mix.batch, length));
   const size_t query = size_t(p.tokens) * p.q_heads() * p.head_dim;
   const size_t cache = size_t(p.pages) * p.kv_heads * p.page_size * p.head_dim;
-  const int layers = std::max(2, static_cast<int>(220e6 / (2.0 * (query + 2 * cache))) + 1);
-  DeviceArray<__nv_bfloat16> q(query * layers);
+  const int bytes = fp8 ? 1 : 2;
+  const double moved = double(bytes) * (query + 2 * cache) + 2.0 * query;
+  const int layers = std::max(2, static_cast<int>(220e6 / moved) + 1);
+  DeviceArray<uint8_t> q(query * layers * bytes);
+  DeviceArray<uint8_t> k(cache * layers * bytes);
+  DeviceArray<uint8_t> v(cache * layers * bytes);
   DeviceArray<__nv_bfloat16> out(query * layers);
-  DeviceArray<__nv_bfloat16> k(cache * layers);
-  DeviceArray<__nv_bfloat16> v(cache * layers);
+  DeviceArray<float> scale(size_t(p.tokens) * p.q_heads());
   DeviceArray<int> plan(plan_size(p));
-  fill_normal<<<1024, 256>>>(q.data(), q.size(), 1, false);
-  fill_normal<<<1024, 256>>>(k.data(), k.size(), 2, false);
-  fill_normal<<<1024, 256>>>(v.data(), v.size(), 3, false);
+  fill_values<<<1024, 256>>>(q.data(), query * layers, 1, fp8);
+  fill_values<<<1024, 256>>>(k.data(), cache * layers, 2, fp8);
+  fill_values<<<1024, 256>>>(v.data(), cache * layers, 3, fp8);
+  fill_uniform<<<64, 256>>>(scale.data(), scale.size(), 4);
   const auto launch = [&](int layer, cudaStream_t stream) {
-    const Buffers b{q.data() + query * layer,
-                    k.data() + cache * layer,
-                    v.data() + cache * layer,
+    const size_t at = cache * layer * bytes;
+    const Buffers b{q.data() + query * layer * bytes,
+                    k.data() + at,
+                    v.data() + at,
                     table.data(),
                     q_starts.data(),
                     q_lens.data(),
                     kv_lens.data(),
+                    scale.data(),
+                    scale.data(),
+                    scale.data(),
                     nullptr,
                     out.data() + query * layer,
                     nullptr,
@@ -267,7 +306,8 @@ void time_mix(const Mix& mix) {
   const double us = time_in_graph(layers, launch);
   const double pairs = (mix.context + 0.5 * mix.q_len) * mix.q_len * mix.batch;
   const double flops = 4 * pairs * p.q_heads() * p.head_dim;
-  std::printf("%-13s bf16 %9.2f us %6.1f TFLOP/s\n", mix.name, us, flops / us * 1e-6);
+  std::printf("%-13s %-4s %9.2f us %6.1f TFLOP/s\n", mix.name, fp8 ? "fp8" : "bf16", us,
+              flops / us * 1e-6);
   std::fflush(stdout);
 }
 
@@ -278,8 +318,10 @@ int main(int argc, char** argv) {
   const std::string which = argc > 2 ? argv[2] : "";
   if (command == "check") return check(which == "small");
   if (command == "time") {
-    for (const Mix& mix : mixes()) {
-      if (which.empty() || which == mix.name) time_mix(mix);
+    for (const bool fp8 : {false, true}) {
+      for (const Mix& mix : mixes()) {
+        if (which.empty() || which == mix.name) time_mix(mix, fp8);
+      }
     }
     return 0;
   }

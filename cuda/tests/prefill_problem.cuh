@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -17,10 +18,37 @@
 namespace jax_hpc::tests {
 
 using prefill_attention::Problem;
+using prefill_attention::ScaleKind;
+
+__device__ inline void store(void* array, size_t i, float value, bool fp8) {
+  if (fp8) {
+    static_cast<__nv_fp8_e4m3*>(array)[i] = __nv_fp8_e4m3(value);
+  } else {
+    static_cast<__nv_bfloat16*>(array)[i] = __float2bfloat16(value);
+  }
+}
+__device__ inline float load(const void* array, size_t i, bool fp8) {
+  if (fp8) return float(static_cast<const __nv_fp8_e4m3*>(array)[i]);
+  return __bfloat162float(static_cast<const __nv_bfloat16*>(array)[i]);
+}
+
+static __global__ void fill_values(void* array, size_t size, uint32_t seed, bool fp8) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
+       i += size_t{gridDim.x} * blockDim.x) {
+    store(array, i, normal(i, seed), fp8);
+  }
+}
+
+static __global__ void fill_uniform(float* array, size_t size, uint32_t seed) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
+       i += size_t{gridDim.x} * blockDim.x) {
+    array[i] = 0.5f + static_cast<float>(mix(static_cast<uint32_t>(i) + mix(seed))) * 0x1p-32f;
+  }
+}
 
 // The tokens of each sequence; what is not written keeps what it holds. One block a token.
-static __global__ void fill_tokens(Problem p, __nv_bfloat16* pages, const int* table,
-                                   const int* lengths, uint32_t seed) {
+static __global__ void fill_tokens(Problem p, void* pages, const int* table, const int* lengths,
+                                   uint32_t seed) {
   const int sequence = static_cast<int>(blockIdx.y);
   const int token = static_cast<int>(blockIdx.x);
   if (token >= lengths[sequence]) return;
@@ -31,23 +59,26 @@ static __global__ void fill_tokens(Problem p, __nv_bfloat16* pages, const int* t
         ((size_t(page) * p.kv_heads + i / p.head_dim) * p.page_size + token % p.page_size) *
             p.head_dim +
         i % p.head_dim;
-    pages[at] = __float2bfloat16(normal(at, seed));
+    store(pages, at, normal(at, seed), p.fp8_cache);
   }
 }
 
 // Attention of one row and head a block, in float64, by its definition.
 struct Reference {
   Problem p;
-  const __nv_bfloat16* q;
-  const __nv_bfloat16* k;
-  const __nv_bfloat16* v;
+  const void* q;
+  const void* k;
+  const void* v;
   const int* table;
   const int* q_starts;
   const int* q_lens;
   const int* kv_lens;
+  const float* q_scale;
+  const float* k_scale;
+  const float* v_scale;
   const float* sinks;
   double* out;
-  double* bound;  // of the error of `out`: bf16 probabilities, and its own rounding
+  double* bound;  // of the error of `out`: rounded probabilities, and its own rounding
   double* lse;
   double* weights;  // [rows, longest]
   int longest;
@@ -55,6 +86,7 @@ struct Reference {
 
 static __global__ void reference_rows(Reference r) {
   const Problem& p = r.p;
+  __shared__ double query[256];
   __shared__ double largest;
   __shared__ double total;
   __shared__ int owner;
@@ -63,6 +95,17 @@ static __global__ void reference_rows(Reference r) {
   const int q_row = row / q_heads;
   const int head = row % q_heads / p.group;
   if (threadIdx.x == 0) {
+    const auto value = [&](int d) { return load(r.q, size_t(row) * p.head_dim + d, p.fp8_query); };
+    float amax = 0;
+    for (int d = 0; d < p.head_dim; ++d) amax = fmaxf(amax, fabsf(value(d)));
+    float scale = amax * (1.0f / 448.0f);
+    if (scale < 0x1p-126f) scale = 1;
+    const float reciprocal = 1.0f / scale;
+    for (int d = 0; d < p.head_dim; ++d) {
+      query[d] = value(d);
+      if (p.fp8_cache) query[d] = double(float(__nv_fp8_e4m3(value(d) * reciprocal))) * scale;
+      if (p.fp8_query) query[d] = double(value(d)) * r.q_scale[row];
+    }
     owner = -1;
     for (int b = 0; b < p.batch; ++b) {
       const int within = q_row - r.q_starts[b];
@@ -87,9 +130,11 @@ static __global__ void reference_rows(Reference r) {
     if (at < 0) continue;
     double score = 0;
     for (int d = 0; d < p.head_dim; ++d) {
-      score += double(__bfloat162float(r.q[size_t(row) * p.head_dim + d])) *
-               double(__bfloat162float(r.k[at * p.head_dim + d]));
+      score += query[d] * double(load(r.k, at * p.head_dim + d, p.fp8_cache));
     }
+    if (p.k_scale == ScaleKind::kTensor) score *= r.k_scale[0];
+    if (p.k_scale == ScaleKind::kHead) score *= r.k_scale[head];
+    if (p.k_scale == ScaleKind::kToken) score *= r.k_scale[at];
     score *= p.scale;
     if (p.cap > 0) score = p.cap * tanh(score / p.cap);
     weights[t] = score;
@@ -108,19 +153,25 @@ static __global__ void reference_rows(Reference r) {
     r.lse[row] = seen ? top + log(sum) : -INFINITY;
   }
   __syncthreads();
+  double value_scale = 1;
+  if (p.v_scale == ScaleKind::kTensor) value_scale = r.v_scale[0];
+  if (p.v_scale == ScaleKind::kHead) value_scale = r.v_scale[head];
   for (int d = threadIdx.x; d < p.head_dim; d += blockDim.x) {
     double sum = 0;
     double magnitude = 0;
+    double smallest = 0;  // sum of what the smallest probabilities can lose
     for (int t = 0; total > 0 && t <= position; ++t) {
       const int64_t at = place(t);
       if (at < 0) continue;
-      const double value =
-          exp(weights[t] - largest) / total * double(__bfloat162float(r.v[at * p.head_dim + d]));
+      const double token = value_scale * double(load(r.v, at * p.head_dim + d, p.fp8_cache));
+      const double value = exp(weights[t] - largest) / total * token;
       sum += value;
       magnitude += fabs(value);
+      smallest += fabs(token) * 0x1p-18;
     }
     r.out[size_t(row) * p.head_dim + d] = sum;
-    r.bound[size_t(row) * p.head_dim + d] = 0x1p-8 * (magnitude + fabs(sum)) + 5e-6;
+    const double of_weights = p.fp8_cache ? 0x1p-4 * magnitude + smallest : 0x1p-8 * magnitude;
+    r.bound[size_t(row) * p.head_dim + d] = of_weights + 0x1p-8 * fabs(sum) + 5e-6;
   }
 }
 
