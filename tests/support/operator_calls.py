@@ -252,6 +252,7 @@ _PATHS = {
     },
     "prefill_attention": {
         "bf16": functools.partial(_prefill_attention, dim=64, dtype=jnp.bfloat16),
+        "fp8 cache": functools.partial(_prefill_attention, dim=128, dtype=jnp.float8_e4m3fn),
     },
     "qk_norm_rope_append": {
         "bf16 cache": functools.partial(_qk_norm_rope_append, dim=64, dtype=jnp.bfloat16),

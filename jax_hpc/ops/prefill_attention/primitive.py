@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_hpc._primitive import UNTRIED, Kernel, Operator
+from jax_hpc.fp8 import E4M3
 from jax_hpc.ops.prefill_attention import heuristics, reference, xla
 from jax_hpc.ops.prefill_attention.signature import Operands, Params, shape_rule
 
@@ -23,8 +24,8 @@ def _unsupported(operands: Operands, params: Params) -> str | None:
     tokens, num_q_heads, _ = q.shape
     num_pages, num_kv_heads, page_size, head_dim = pages.shape
     for name, dtype in (("q", q.dtype), ("the cache", pages.dtype)):
-        if dtype != jnp.bfloat16:
-            return f"{name} must be bfloat16, got {dtype.name}"
+        if dtype not in (jnp.bfloat16, E4M3):
+            return f"{name} must be bfloat16 or float8_e4m3fn, got {dtype.name}"
     for name, value, allowed in (("D", head_dim, _HEAD_DIMS), ("N", page_size, _PAGE_SIZES)):
         if value not in allowed:
             return f"{name} must be one of {allowed}, got {value}"
@@ -52,6 +53,9 @@ def _attributes(operands: Operands, params: Params) -> Mapping[str, Any]:
         "max_q_len": np.int32(min(params.max_q_len, _MOST)),
         "return_lse": params.return_lse,
         "has_sinks": operands.sinks is not None,
+        "has_q_scale": operands.q_scale is not None,
+        "has_k_scale": operands.k_scale is not None,
+        "has_v_scale": operands.v_scale is not None,
         "pdl": True,
     }
     return {"options": options}
