@@ -1,8 +1,8 @@
 """Ops ``prefill-bf16`` and ``prefill-fp8``: prefill_attention on the recorded batches of chunks.
 
 Queries of an fp8 cache are fp8 with a scale per token and head, scales of K and V are per tensor.
-``xla`` is XLA's form. The floor is arithmetic's: two products of every query with every key that it
-sees.
+``xla`` is XLA's form. The floor is arithmetic's: two products of every query with every key that
+it sees.
 """
 
 import functools

@@ -31,12 +31,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ uint8_t memory[];
   constexpr SharedAddress kMask = Shared<Cache, D>::kAlignment - 1;
   const Shared<Cache, D> shared{(shared_address(memory) + kMask) & ~kMask};
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0) init_barriers(shared);
+  __syncthreads();
+  if (threadIdx.x == kConsumers * kWarpgroup) {
     prefetch_descriptor(&k_map);
     prefetch_descriptor(&v_map);
-    init_barriers(shared);
   }
-  __syncthreads();
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (threadIdx.x / kWarpgroup == kConsumers) {

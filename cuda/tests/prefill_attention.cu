@@ -274,7 +274,7 @@ void time_mix(const Mix& mix, bool fp8) {
   const size_t cache = size_t(p.pages) * p.kv_heads * p.page_size * p.head_dim;
   const int bytes = fp8 ? 1 : 2;
   const double moved = double(bytes) * (query + 2 * cache) + 2.0 * query;
-  const int layers = std::max(2, static_cast<int>(220e6 / moved) + 1);
+  const int layers = std::clamp(static_cast<int>(220e6 / moved) + 1, 2, 64);
   DeviceArray<uint8_t> q(query * layers * bytes);
   DeviceArray<uint8_t> k(cache * layers * bytes);
   DeviceArray<uint8_t> v(cache * layers * bytes);

@@ -175,7 +175,8 @@ static __global__ void reference_rows(Reference r) {
   }
 }
 
-// The recorded baselines' batches: chunks of `q_len` rows after `context` tokens each.
+// The recorded baselines' batches: chunks of `q_len` rows after `context` tokens each; and one that
+// takes what a call costs beside its tiles.
 struct Mix {
   const char* name;
   int batch;
@@ -189,7 +190,8 @@ inline const std::vector<Mix>& mixes() {
                                        {"1x16K", 1, 16 * k, 0},
                                        {"1x1K on 2K", 1, k, 2 * k},
                                        {"16x512 on 8K", 16, 512, 8 * k},
-                                       {"8x2K", 8, 2 * k, 0}};
+                                       {"8x2K", 8, 2 * k, 0},
+                                       {"1x1", 1, 1, 0}};
   return all;
 }
 
