@@ -21,6 +21,7 @@ struct Arguments {
   Problem problem;
   uint32_t group_reciprocal;  // see token_of
   int page_bits;              // page_size = 2^page_bits
+  bool query_boxes;           // tiles of rows are boxes for the copy engine
   const void* q;
   const int* page_table;
   int* plan;

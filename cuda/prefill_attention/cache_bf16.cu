@@ -2,7 +2,7 @@
 
 namespace jax_hpc::prefill_attention {
 
-template cudaError_t launch_attention<Bf16Cache>(const Arguments&, int, bool, const CUtensorMap&,
-                                                 const CUtensorMap&, cudaStream_t);
+template cudaError_t launch_attention<Bf16Cache>(const Arguments&, int, bool, const Maps&,
+                                                 cudaStream_t);
 
 }  // namespace jax_hpc::prefill_attention

@@ -12,7 +12,8 @@ namespace jax_hpc::prefill_attention {
 
 struct Bf16Cache {
   static constexpr int kBytes = 2;
-  static constexpr float kBias = 0;  // probabilities are 2^kBias at most
+  static constexpr float kBias = 0;   // probabilities are 2^kBias of the largest score's
+  static constexpr float kSlack = 8;  // and may exceed that by 2^kSlack before a base is raised
   static constexpr int kKeyStages = 2;
   static constexpr int kValueStages = 2;
   static constexpr int kRawStages = 0;
@@ -28,6 +29,7 @@ struct Bf16Cache {
 struct Fp8Cache {
   static constexpr int kBytes = 1;
   static constexpr float kBias = 8;
+  static constexpr float kSlack = 0;
   static constexpr int kKeyStages = 4;
   static constexpr int kValueStages = 3;
   static constexpr int kRawStages = 2;  // of values as they are in the cache

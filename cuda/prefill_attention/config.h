@@ -58,7 +58,7 @@ constexpr int kRowTileInts = sizeof(RowTile) / sizeof(int);
 // The plan of a call: a header, then row tiles, those with most keys first. Tasks are all row tiles
 // of the first few KV heads, then of the next.
 struct PlanHeader {
-  int taken;  // tasks that CTAs have asked for
+  int taken;  // tasks that CTAs have, or have asked for
   int count;  // of row tiles
   int heads;  // KV heads that are worked on at a time, so that their keys and values stay in L2
   int unused[5];

@@ -28,13 +28,16 @@ class Consumer {
 
   __device__ __forceinline__ void run() {
     TaskReader<Memory> reader{shared_, {}};
+    float scores[kScores];
     if (group_ == 1) yield_turn();  // the other's is first
-    for (;;) {
-      wait(shared_.task_full(reader.place.stage), reader.place.parity);
-      if (reader.read().tile.rows == 0) return;
-      attend(reader);
-      reader.finish();
+    bool more = reader.wait_for_task();
+    if (more) {
+      wait_for_operands();
+      ask_for_scores(scores);
+      wgmma_wait<0>();
+      settle(scores);
     }
+    while (more) more = attend(reader, scores);
   }
 
  private:
@@ -45,26 +48,22 @@ class Consumer {
     arrive_at<2 * kWarpgroup>(kTurnBarrier + 1 - group_);
   }
 
-  __device__ __forceinline__ void attend(const TaskReader<Memory>& reader) {
+  // The scores of the first tile are there; leaves those of the next task's first tile, asked for
+  // together with the last values of this one, and whether there is one.
+  __device__ __forceinline__ bool attend(TaskReader<Memory>& reader, float (&scores)[kScores]) {
     const Task task = reader.read();
     const Positions positions(a_, task, first_row_);
     const FullTiles full(a_.problem, task.tile);
     const int first_tile = task.tile.first_tile;
-    float scores[kScores];
     float out[kOutputs] = {};
     float sums[Memory::kFp8 ? kOutputs : 1];  // of one tile
     uint32_t weights[ProductsOf::kWords];
     float shrink[2];
 
     int tile = task.tile.last_tile;
-    wait(shared_.query_full(query_.stage), query_.parity);
     float scales[2];
     score_scales(task, scales);
     Softmax<Cache> softmax(a_.problem, scales);
-    wait(shared_.key_full(key_.stage), key_.parity);
-    ask_for_scores(scores);
-    wgmma_wait<0>();
-    settle(scores);
     weigh(full, positions, tile, scores, softmax, shrink);
     ProductsOf::pack(scores, weights);
 
@@ -81,25 +80,50 @@ class Consumer {
       if (checked) note_bad(positions, tile, softmax);
       --tile;
       float next_shrink[2];
-      weigh(full, positions, tile, scores, softmax, next_shrink);
+      const bool raised = weigh(full, positions, tile, scores, softmax, next_shrink);
       wgmma_wait<0>();
       take_sums(sums, shrink, out);
       ProductsOf::pack(scores, weights);
 #pragma unroll
       for (int r = 0; r < 2; ++r) shrink[r] = next_shrink[r];
       if constexpr (!Memory::kFp8) {
+        if (!raised) continue;
 #pragma unroll
         for (int i = 0; i < kOutputs; ++i) out[i] *= shrink[i / 2 % 2];
       }
     }
     release(shared_.query_empty(query_.stage));
     query_.advance();
-    const bool checked = wait_for_values(!full.hold(tile));
-    ask_for_sums(weights, sums, out);
-    if (checked) note_bad(positions, tile, softmax);
-    wgmma_wait<0>();
+    const TaskReader<Memory> current = reader;
+    reader.place.advance();
+    const bool more = reader.wait_for_task();
+    // Two whole ways: products under way across a branch make the compiler wait for each.
+    const bool checks = !full.hold(tile);
+    if (more) {
+      wait_for_operands();
+      await_turn();
+      ask_for_scores(scores);
+      wait_for_values(checks);
+      ask_for_sums(weights, sums, out);
+      yield_turn();
+      wgmma_wait<0>();
+      settle(scores);
+    } else {
+      wait_for_values(checks);
+      ask_for_sums(weights, sums, out);
+      wgmma_wait<0>();
+    }
+    if (checks) note_bad(positions, tile, softmax);
     take_sums(sums, shrink, out);
-    write(reader.read(), softmax, out);
+    write(current.read(), softmax, out);
+    release(shared_.task_empty(current.place.stage));
+    return more;
+  }
+
+  // Of a task's first product.
+  __device__ __forceinline__ void wait_for_operands() const {
+    wait(shared_.query_full(query_.stage), query_.parity);
+    wait(shared_.key_full(key_.stage), key_.parity);
   }
 
   // What scores of the two rows are to be multiplied with, on an fp8 cache.
@@ -179,8 +203,8 @@ class Consumer {
 
   // Probabilities.
 
-  // Scores become probabilities, and their stage is free again.
-  __device__ __forceinline__ void weigh(const FullTiles& full, const Positions& positions, int tile,
+  // Scores become probabilities, and their stage is free again. Returns whether sums shrink.
+  __device__ __forceinline__ bool weigh(const FullTiles& full, const Positions& positions, int tile,
                                         float (&scores)[kScores], Softmax<Cache>& softmax,
                                         float (&shrink)[2]) {
     constexpr uint32_t kAllLive = (1u << kTileTokens / 16) - 1;
@@ -194,7 +218,7 @@ class Consumer {
     if (live != kAllLive || !full.hold(tile)) {
       mask(a_.problem, positions, tile * kTileTokens + lane_ % 4 * 2, live, scores);
     }
-    softmax.weigh(scores, shrink);
+    return softmax.weigh(scores, shrink);
   }
 
   __device__ __forceinline__ void scale_tokens(float (&scores)[kScores]) const {

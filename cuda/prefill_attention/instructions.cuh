@@ -116,6 +116,17 @@ __device__ __forceinline__ void copy_tile(SharedAddress to, const CUtensorMap* m
       : "memory");
 }
 
+// And of rank 5.
+__device__ __forceinline__ void copy_tile(SharedAddress to, const CUtensorMap* map,
+                                          SharedAddress barrier, int x, int y, int z, int w,
+                                          int v) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+      : "memory");
+}
+
 // The next ticket of a counter in global memory.
 __device__ __forceinline__ int take_ticket(int* counter) { return atomicAdd(counter, 1); }
 

@@ -12,13 +12,14 @@ constexpr int kServiceRegisters = 56;
 constexpr int kConsumerRegisters = 224;
 
 template <class Cache, int D>
-__device__ __forceinline__ void serve(const Arguments& a, const CUtensorMap* k_map,
-                                      const CUtensorMap* v_map, const Shared<Cache, D>& shared) {
+__device__ __forceinline__ void serve(const Arguments& a, const CUtensorMap* q_map,
+                                      const CUtensorMap* k_map, const CUtensorMap* v_map,
+                                      const Shared<Cache, D>& shared) {
   const int warp = threadIdx.x % kWarpgroup / kWarpSize;
   if (warp == 0) {
     KeyValueWarp<Cache, D>(a, k_map, v_map, shared).run();
   } else if (warp == 1) {
-    QueryWarp<Cache, D>(a, shared).run();
+    QueryWarp<Cache, D>(a, q_map, shared).run();
   } else {
     Checker<Cache, D>(a, shared, warp - 2).run();
   }
@@ -26,7 +27,8 @@ __device__ __forceinline__ void serve(const Arguments& a, const CUtensorMap* k_m
 
 template <class Cache, int D>
 __global__ void __launch_bounds__(kThreads, 1)
-    prefill_kernel(const __grid_constant__ Arguments a, const __grid_constant__ CUtensorMap k_map,
+    prefill_kernel(const __grid_constant__ Arguments a, const __grid_constant__ CUtensorMap q_map,
+                   const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map) {
   extern __shared__ uint8_t memory[];
   constexpr SharedAddress kMask = Shared<Cache, D>::kAlignment - 1;
@@ -34,6 +36,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) init_barriers(shared);
   __syncthreads();
   if (threadIdx.x == kConsumers * kWarpgroup) {
+    prefetch_descriptor(&q_map);
     prefetch_descriptor(&k_map);
     prefetch_descriptor(&v_map);
   }
@@ -41,7 +44,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   let_next_kernel_start();
   if (threadIdx.x / kWarpgroup == kConsumers) {
     leave_registers<kServiceRegisters>();
-    serve(a, &k_map, &v_map, shared);
+    serve(a, &q_map, &k_map, &v_map, shared);
   } else {
     take_registers<kConsumerRegisters>();
     Consumer<Cache, D>(a, shared, static_cast<int>(threadIdx.x / kWarpgroup)).run();

@@ -12,13 +12,10 @@
 namespace jax_hpc::prefill_attention {
 
 template <class Cache>
-cudaError_t launch_attention(const Arguments&, int, bool, const CUtensorMap&, const CUtensorMap&,
-                             cudaStream_t);
-extern template cudaError_t launch_attention<Bf16Cache>(const Arguments&, int, bool,
-                                                        const CUtensorMap&, const CUtensorMap&,
+cudaError_t launch_attention(const Arguments&, int, bool, const Maps&, cudaStream_t);
+extern template cudaError_t launch_attention<Bf16Cache>(const Arguments&, int, bool, const Maps&,
                                                         cudaStream_t);
-extern template cudaError_t launch_attention<Fp8Cache>(const Arguments&, int, bool,
-                                                       const CUtensorMap&, const CUtensorMap&,
+extern template cudaError_t launch_attention<Fp8Cache>(const Arguments&, int, bool, const Maps&,
                                                        cudaStream_t);
 
 namespace {
@@ -30,8 +27,9 @@ bool is_supported(const Problem& p) {
          (p.fp8_cache || !p.fp8_query);
 }
 
-cudaError_t launch_plan(const Problem& p, const Buffers& b, cudaStream_t stream) {
+cudaError_t launch_plan(const Problem& p, int ctas, const Buffers& b, cudaStream_t stream) {
   const PlanArguments a{.problem = p,
+                        .ctas = ctas,
                         .capacity = static_cast<int>(most_row_tiles(p.tokens, p.batch, p.group)),
                         .q_starts = b.q_starts,
                         .q_lens = b.q_lens,
@@ -56,17 +54,20 @@ cudaError_t count_sms(int* sms) {
 cudaError_t launch(const Problem& problem, const Buffers& buffers, bool overlaps,
                    cudaStream_t stream) {
   if (!is_supported(problem)) return cudaErrorInvalidValue;
-  CUtensorMap k_map;
-  CUtensorMap v_map;
+  Maps maps{};
   int sms = 0;
-  cudaError_t status = make_page_map(problem, buffers.k_pages, &k_map);
-  if (status == cudaSuccess) status = make_page_map(problem, buffers.v_pages, &v_map);
+  cudaError_t status = make_page_map(problem, buffers.k_pages, &maps.k);
+  if (status == cudaSuccess) status = make_page_map(problem, buffers.v_pages, &maps.v);
+  if (status == cudaSuccess && is_query_box(problem)) {
+    status = make_query_map(problem, buffers.q, &maps.q);
+  }
   if (status == cudaSuccess) status = count_sms(&sms);
-  if (status == cudaSuccess) status = launch_plan(problem, buffers, stream);
+  if (status == cudaSuccess) status = launch_plan(problem, sms, buffers, stream);
   if (status != cudaSuccess) return status;
   const Arguments a{.problem = problem,
                     .group_reciprocal = group_reciprocal(problem.group),
                     .page_bits = std::countr_zero(static_cast<unsigned>(problem.page_size)),
+                    .query_boxes = is_query_box(problem),
                     .q = buffers.q,
                     .page_table = buffers.page_table,
                     .plan = buffers.plan,
@@ -76,8 +77,8 @@ cudaError_t launch(const Problem& problem, const Buffers& buffers, bool overlaps
                     .v_scale = buffers.v_scale,
                     .out = static_cast<__nv_bfloat16*>(buffers.out),
                     .lse = buffers.lse};
-  return problem.fp8_cache ? launch_attention<Fp8Cache>(a, sms, overlaps, k_map, v_map, stream)
-                           : launch_attention<Bf16Cache>(a, sms, overlaps, k_map, v_map, stream);
+  return problem.fp8_cache ? launch_attention<Fp8Cache>(a, sms, overlaps, maps, stream)
+                           : launch_attention<Bf16Cache>(a, sms, overlaps, maps, stream);
 }
 
 }  // namespace jax_hpc::prefill_attention

@@ -15,6 +15,7 @@ constexpr int kFillRows = 256;  // that one CTA looks after
 
 struct PlanArguments {
   Problem problem;
+  int ctas;      // of the attention, each of which has its first task
   int capacity;  // row tiles that the plan has room for
   const int* q_starts;
   const int* q_lens;
@@ -90,36 +91,45 @@ __device__ __forceinline__ Scanned scan(int value, int* warp_sums) {
   return {before + sum - value, total};
 }
 
-// Lists the row tiles; by one CTA, a thousand sequences at a time.
+// What the CTA that lists the row tiles holds, of a thousand sequences at a time.
+struct ListMemory {
+  Chunk chunks[kPlanThreads];
+  int ends[kPlanThreads];     // of the sequences' row tiles
+  int classes[kPlanThreads];  // row tiles of each class; later, where the next of it goes
+  int sums[kPlanWarps];
+  int longest;  // tokens of a sequence
+};
+
 struct Lister {
   const PlanArguments& a;
-  int* ends;     // [kPlanThreads] of the sequences' row tiles
-  int* classes;  // [kPlanThreads] row tiles of each class; later, where the next of it goes
-  int* sums;     // [kPlanWarps]
-  int* longest_seen;
+  ListMemory& memory;
+
+  // The sequences from `base` on, and how many row tiles they have.
+  __device__ __forceinline__ int load(int base) const {
+    const int sequence = base + static_cast<int>(threadIdx.x);
+    Chunk chunk{};
+    if (sequence < a.problem.batch) chunk = chunk_of(a, sequence);
+    const int tiles = ceil_div(chunk.tokens * a.problem.group, kTileRows);
+    memory.chunks[threadIdx.x] = chunk;
+    if (tiles > 0) atomicMax(&memory.longest, chunk.first_position + chunk.tokens);
+    const Scanned scanned = scan(tiles, memory.sums);
+    memory.ends[threadIdx.x] = scanned.before + tiles;
+    __syncthreads();
+    return scanned.total;
+  }
 
   template <class Take>
-  __device__ __forceinline__ void for_each_tile(const Take& take) const {
-    const Problem& p = a.problem;
-    for (int base = 0; base < p.batch; base += kPlanThreads) {
-      const int sequence = base + static_cast<int>(threadIdx.x);
-      int tiles = 0;
-      if (sequence < p.batch) {
-        tiles = ceil_div(chunk_of(a, sequence).tokens * p.group, kTileRows);
+  __device__ __forceinline__ void for_each_tile(int base, int tiles, const Take& take) const {
+    const int* const ends = memory.ends;
+    for (int i = threadIdx.x; i < tiles; i += kPlanThreads) {
+      int low = 0;  // the first sequence whose tiles end behind i
+      for (int step = kPlanThreads / 2; step > 0; step /= 2) {
+        if (ends[low + step - 1] <= i) low += step;
       }
-      const Scanned scanned = scan(tiles, sums);
-      ends[threadIdx.x] = scanned.before + tiles;
-      __syncthreads();
-      for (int i = threadIdx.x; i < scanned.total; i += kPlanThreads) {
-        int low = 0;  // the first sequence whose tiles end behind i
-        for (int step = kPlanThreads / 2; step > 0; step /= 2) {
-          if (ends[low + step - 1] <= i) low += step;
-        }
-        const int first = low > 0 ? ends[low - 1] : 0;
-        take(row_tile(p, base + low, chunk_of(a, base + low), i - first));
-      }
-      __syncthreads();
+      const int first = low > 0 ? ends[low - 1] : 0;
+      take(row_tile(a.problem, base + low, memory.chunks[low], i - first));
     }
+    __syncthreads();
   }
 
   // Eight classes for each doubling of the tiles of keys, the largest first. Within one, the row
@@ -132,38 +142,39 @@ struct Lister {
   // The most KV heads whose keys and values of the longest sequence are not more than kCacheBytes.
   __device__ __forceinline__ int heads_at_a_time() const {
     constexpr int64_t kCacheBytes = 32 << 20;
-    int longest = 1;
-    for (int b = threadIdx.x; b < a.problem.batch; b += kPlanThreads) {
-      if (a.q_lens[b] > 0) longest = max(longest, a.kv_lens[b]);
-    }
-    *longest_seen = 1;
-    __syncthreads();
-    atomicMax(longest_seen, longest);
-    __syncthreads();
-    const int64_t head_bytes = int64_t{*longest_seen} * a.problem.head_dim * 4;
+    const int token_bytes = a.problem.head_dim * (a.problem.fp8_cache ? 2 : 4);
     int heads = a.problem.kv_heads;
-    while (heads % 2 == 0 && heads * head_bytes > kCacheBytes) heads /= 2;
+    while (heads % 2 == 0 && int64_t{memory.longest} * token_bytes * heads > kCacheBytes) {
+      heads /= 2;
+    }
     return heads;
   }
 
   __device__ __forceinline__ void run() const {
-    classes[threadIdx.x] = 0;
+    const int batch = a.problem.batch;
+    memory.classes[threadIdx.x] = 0;
+    memory.longest = 1;
     __syncthreads();
-    for_each_tile([&](const RowTile& t) { atomicAdd(&classes[class_of(t)], 1); });
-    const Scanned places = scan(classes[threadIdx.x], sums);
-    classes[threadIdx.x] = places.before;
+    int tiles = 0;
+    for (int base = 0; base < batch; base += kPlanThreads) {
+      tiles = load(base);
+      for_each_tile(base, tiles,
+                    [&](const RowTile& t) { atomicAdd(&memory.classes[class_of(t)], 1); });
+    }
+    const Scanned places = scan(memory.classes[threadIdx.x], memory.sums);
+    memory.classes[threadIdx.x] = places.before;
     __syncthreads();
-    RowTile* const tiles = reinterpret_cast<RowTile*>(a.plan) + 1;
-    for_each_tile([&](const RowTile& t) {
-      const int place = atomicAdd(&classes[class_of(t)], 1);
-      if (place < a.capacity) tiles[place] = t;
-    });
-    const int heads = heads_at_a_time();
     if (threadIdx.x == 0) {
-      PlanHeader* const header = reinterpret_cast<PlanHeader*>(a.plan);
-      header->taken = 0;
-      header->heads = heads;
-      header->count = min(places.total, a.capacity);
+      *reinterpret_cast<PlanHeader*>(a.plan) = {
+          .taken = a.ctas, .count = min(places.total, a.capacity), .heads = heads_at_a_time()};
+    }
+    RowTile* const listed = reinterpret_cast<RowTile*>(a.plan) + 1;
+    for (int base = 0; base < batch; base += kPlanThreads) {
+      if (batch > kPlanThreads) tiles = load(base);
+      for_each_tile(base, tiles, [&](const RowTile& t) {
+        const int place = atomicAdd(&memory.classes[class_of(t)], 1);
+        if (place < a.capacity) listed[place] = t;
+      });
     }
   }
 };
@@ -202,15 +213,11 @@ __device__ __forceinline__ void fill_rows(const PlanArguments& a, int first, uin
 
 __global__ void __launch_bounds__(kPlanThreads, 1)
     prefill_plan_kernel(const __grid_constant__ PlanArguments a) {
-  __shared__ int ends[kPlanThreads];
-  __shared__ int classes[kPlanThreads];
-  __shared__ int sums[kPlanWarps];
-  __shared__ int longest_seen;
+  __shared__ ListMemory memory;
   __shared__ uint32_t owned[kFillRows / 32];
-  wait_for_previous_kernel();
   let_next_kernel_start();
   if (blockIdx.x == 0) {
-    Lister{a, ends, classes, sums, &longest_seen}.run();
+    Lister{a, memory}.run();
   } else {
     fill_rows(a, (static_cast<int>(blockIdx.x) - 1) * kFillRows, owned);
   }

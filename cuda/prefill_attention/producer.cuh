@@ -29,19 +29,12 @@ class KeyValueWarp {
     tasks_ = header->count * a_.problem.kv_heads;
     heads_ = header->heads;
     heads_tasks_ = header->count * heads_;
-    int word = task_word(ticket());
-    for (;;) {
-      const Task task = publish(word);
-      if (task.tile.rows == 0) return;
-      word = stream(task);
-    }
+    Task task = publish(task_word(static_cast<int>(blockIdx.x)));
+    int page = page_id(task, task.tile.last_tile);
+    while (task.tile.rows > 0) stream(task, page);
   }
 
  private:
-  __device__ __forceinline__ int ticket() const {
-    return __shfl_sync(~0u, lane_ == 0 ? take_ticket(a_.plan) : 0, 0);
-  }
-
   // Word `lane` of a task: its row tile, then its KV head; zeros where nothing is left.
   __device__ __forceinline__ int task_word(int ticket) const {
     if (ticket >= tasks_) return 0;
@@ -62,21 +55,30 @@ class KeyValueWarp {
     return {{of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)}, of(8)};
   }
 
-  // All tiles of a task, the last first; returns the next task's word. That is asked for late, so
-  // that no CTA holds work which another could begin.
-  __device__ __forceinline__ int stream(const Task& task) {
-    int next = 0;
+  // All tiles of a task, the last first; then `task` is the next, and `page` of its first tile.
+  // What the next one is takes four steps that each wait for memory, the last of them after the
+  // last tile. They are begun late, so that no CTA holds work which another could begin.
+  __device__ __forceinline__ void stream(Task& task, int& page) {
+    constexpr int kSteps = 4;
+    int step = 0;
+    int ticket = 0;
     int word = 0;
-    int id = page_id(task, task.tile.last_tile);
+    Task next = task;
+    int next_page = -1;
     for (int tile = task.tile.last_tile; tile >= task.tile.first_tile; --tile) {
       const int left = tile - task.tile.first_tile;
-      if (left == 1 || (left == 0 && tile == task.tile.last_tile)) next = ticket();
-      const int page = id;
-      if (left > 0) id = page_id(task, tile - 1);
-      send(task, page);
-      if (left == 0) word = task_word(next);
+      const int this_page = page;
+      if (left > 0) page = page_id(task, tile - 1);
+      send(task, this_page);
+      for (; step < kSteps - left; ++step) {
+        if (step == 0 && lane_ == 0) ticket = take_ticket(a_.plan);
+        if (step == 1) word = task_word(__shfl_sync(~0u, ticket, 0));
+        if (step == 2) next = publish(word);
+        if (step == 3) next_page = page_id(next, next.tile.last_tile);
+      }
     }
-    return word;
+    task = next;
+    page = next_page;
   }
 
   // Of this lane's page of a tile; -1 where it does not exist, or no row sees it.

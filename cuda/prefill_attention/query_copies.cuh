@@ -12,8 +12,8 @@ class QueryWarp {
   static constexpr int kVectors = TileOf::kVectors;
 
  public:
-  __device__ QueryWarp(const Arguments& a, const Memory& shared)
-      : a_(a), shared_(shared), lane_(threadIdx.x % kWarpSize) {}
+  __device__ QueryWarp(const Arguments& a, const CUtensorMap* map, const Memory& shared)
+      : a_(a), map_(map), shared_(shared), lane_(threadIdx.x % kWarpSize) {}
 
   __device__ __forceinline__ void run() {
     TaskReader<Memory> reader{shared_, {}};
@@ -21,13 +21,18 @@ class QueryWarp {
       const Task task = reader.next();
       if (task.tile.rows == 0) return;
       wait(shared_.query_empty(place_.stage), place_.parity ^ 1);
-      if (!Memory::kFp8 || a_.problem.fp8_query) {
-        copy(task);
+      if (Memory::kFp8 && a_.problem.fp8_query) copy_scales(task);
+      if (a_.query_boxes) {
+        send(task);
       } else {
-        quantize(task);
+        if (!Memory::kFp8 || a_.problem.fp8_query) {
+          copy(task);
+        } else {
+          quantize(task);
+        }
+        fence_shared_writes();
+        release(shared_.query_full(place_.stage));
       }
-      fence_shared_writes();
-      release(shared_.query_full(place_.stage));
       place_.advance();
     }
   }
@@ -42,6 +47,22 @@ class QueryWarp {
     return (int64_t{task.tile.first_q} + token) * p.q_heads() + head;
   }
 
+  __device__ __forceinline__ void send(const Task& task) const {
+    __syncwarp();  // the scales are written
+    if (lane_ == 0) arrive_expecting(shared_.query_full(place_.stage), TileOf::kBytes);
+    __syncwarp();
+    if (lane_ < TileOf::kColumns) {
+      copy_tile(shared_.query(place_.stage) + lane_ * TileOf::kColumnBytes, map_,
+                shared_.query_full(place_.stage), 0, 0, lane_, task.kv_head, task.tile.first_q);
+    }
+  }
+
+  __device__ __forceinline__ void copy_scales(const Task& task) const {
+    for (int row = lane_; row < kTileRows; row += kWarpSize) {
+      store_scale(row, a_.q_scale[index_of(task, row)]);
+    }
+  }
+
   __device__ __forceinline__ void copy(const Task& task) const {
     const SharedAddress to = shared_.query(place_.stage);
     const int vector = lane_ % kVectors;
@@ -52,11 +73,6 @@ class QueryWarp {
       copy_16(to + TileOf::offset(row, vector), from + vector * 16, row < task.tile.rows);
     }
     commit_copies();
-    if constexpr (Memory::kFp8) {
-      for (int row = lane_; row < kTileRows; row += kWarpSize) {
-        store_scale(row, a_.q_scale[index_of(task, row)]);
-      }
-    }
     wait_copies<0>();
   }
 
@@ -131,6 +147,7 @@ class QueryWarp {
   }
 
   const Arguments& a_;
+  const CUtensorMap* map_;
   const Memory& shared_;
   int lane_;
   RingPlace<kQueryStages> place_;

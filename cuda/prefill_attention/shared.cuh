@@ -2,6 +2,8 @@
 // warps that fill them and those that use them.
 #pragma once
 
+#include <cstddef>
+
 #include "prefill_attention/arguments.cuh"
 #include "prefill_attention/cache_types.cuh"
 
@@ -217,6 +219,12 @@ struct TaskReader {
     const Task task = read();
     finish();
     return task;
+  }
+
+  // Whether there is one.
+  __device__ __forceinline__ bool wait_for_task() const {
+    wait(shared.task_full(place.stage), place.parity);
+    return load_shared_4(shared.task(place.stage) + offsetof(RowTile, rows)) != 0;
   }
 
   __device__ __forceinline__ Task read() const {

@@ -69,9 +69,11 @@ class Softmax {
     }
   }
 
-  // Scores become powers of 2; what was summed before has to shrink by the factors.
+  // Scores become powers of 2; what was summed before has to shrink by the factors. With some slack
+  // most tiles shrink nothing: then it returns false.
   template <int Count>
-  __device__ __forceinline__ void weigh(float (&scores)[Count], float (&shrink)[2]) {
+  __device__ __forceinline__ bool weigh(float (&scores)[Count], float (&shrink)[2]) {
+    float tops[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float top = top_[r];
@@ -81,9 +83,12 @@ class Softmax {
       }
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      tops[r] = top;
+    }
+    const bool raised = raise(tops, shrink);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
       const float unit = unit_of(r);
-      shrink[r] = power_of_2((top_[r] - top) * unit);
-      top_[r] = top;
       const float base = base_of(r);
       float sum = 0;
 #pragma unroll
@@ -97,6 +102,7 @@ class Softmax {
       }
       total_[r] = fmaf(total_[r], shrink[r], sum);
     }
+    return raised;
   }
 
   __device__ __forceinline__ void spoil(int r) { total_[r] = NAN; }
@@ -120,6 +126,25 @@ class Softmax {
   }
 
  private:
+  // Whether the warp's bases follow the largest scores.
+  __device__ __forceinline__ bool raise(const float (&tops)[2], float (&shrink)[2]) {
+    if constexpr (Cache::kSlack > 0) {
+      bool passes = false;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        shrink[r] = 1;
+        passes = passes || (tops[r] - top_[r]) * unit_of(r) > Cache::kSlack;
+      }
+      if (!__any_sync(~0u, passes)) return false;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      shrink[r] = power_of_2((top_[r] - tops[r]) * unit_of(r));
+      top_[r] = tops[r];
+    }
+    return true;
+  }
+
   // What makes a score a power of 2.
   __device__ __forceinline__ float unit_of(int r) const {
     return cap_ > 0 ? cap_ * kLog2E : factor_[r];

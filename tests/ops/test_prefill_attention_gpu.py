@@ -57,7 +57,8 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
 # Rounding of probabilities before their product with the values, a little more than half an ulp:
 # bf16, e4m3.
 WEIGHT_ERROR = {BF16: 1 / 250, E4M3: 1 / 15.5}
-LSE_ERROR = 2e-5
+# The tensor cores keep about 13 bits of a sum of e4m3 products.
+LSE_ERROR = {BF16: 2e-5, E4M3: 2e-3}
 
 
 class Rows:
@@ -148,7 +149,7 @@ def test_against_float64(name: str, rng: np.random.Generator) -> None:
     out, lse = run(problem, rows, q, q_scale)
     assert out.dtype == BF16 and lse.dtype == F32
     size = np.abs(np.where(np.isfinite(want_lse), want_lse, 0))
-    assert_close(lse, want_lse, atol=LSE_ERROR + 1e-6 * size)
+    assert_close(lse, want_lse, atol=LSE_ERROR[cache] + 1e-6 * size)
     # e4m3 has no number below 2^-10 of the largest, times 256.
     weights = WEIGHT_ERROR[cache] * spread(problem, rows, q, q_scale)
     assert_close(out, want_out, atol=weights + (5e-6 if cache == BF16 else 5e-3), rtol=2.0**-8)
