@@ -16,7 +16,6 @@ class Consumer {
   using ProductsOf = Products<Cache, D>;
   static constexpr int kScores = kTileTokens / 2;  // of a thread
   static constexpr int kOutputs = D / 2;
-  static constexpr int kUnit = 16;  // bytes of a descriptor's unit
 
  public:
   __device__ Consumer(const Arguments& a, const Memory& shared, int group)
@@ -81,6 +80,7 @@ class Consumer {
       --tile;
       float next_shrink[2];
       const bool raised = weigh(full, positions, tile, scores, softmax, next_shrink);
+      softmax.finish();
       wgmma_wait<0>();
       take_sums(sums, shrink, out);
       ProductsOf::pack(scores, weights);
@@ -146,14 +146,14 @@ class Consumer {
   // Products.
 
   __device__ __forceinline__ void ask_for_scores(float (&scores)[kScores]) const {
-    const uint32_t a = (shared_.query(query_.stage) + group_ * 64 * TileOf::kRowBytes) / kUnit;
-    const uint32_t b = shared_.key(key_.stage) / kUnit;
+    const uint32_t a = swizzled_tile(shared_.query(query_.stage) + group_ * 64 * TileOf::kRowBytes);
+    const uint32_t b = swizzled_tile(shared_.key(key_.stage));
     settle(scores);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < TileOf::kSteps; ++k) {
       const int at = TileOf::step(k);
-      ProductsOf::scores(scores, TileOf::describe(a + at), TileOf::describe(b + at), k > 0);
+      ProductsOf::scores(scores, TileOf::descriptor(a + at), TileOf::descriptor(b + at), k > 0);
     }
     wgmma_commit();
   }
@@ -162,7 +162,7 @@ class Consumer {
   template <int Sums>
   __device__ __forceinline__ void ask_for_sums(const uint32_t (&weights)[ProductsOf::kWords],
                                                float (&sums)[Sums], float (&out)[kOutputs]) const {
-    const uint32_t values = shared_.value(value_.stage) / kUnit;
+    const uint32_t values = swizzled_tile(shared_.value(value_.stage));
     settle(sums);
     settle(out);
     wgmma_fence();

@@ -42,12 +42,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (threadIdx.x / kWarpgroup == kConsumers) {
+  // From a shuffle the compiler knows that it is the same for a warp.
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / kWarpgroup), 0);
+  if (warpgroup == kConsumers) {
     leave_registers<kServiceRegisters>();
     serve(a, &q_map, &k_map, &v_map, shared);
   } else {
     take_registers<kConsumerRegisters>();
-    Consumer<Cache, D>(a, shared, static_cast<int>(threadIdx.x / kWarpgroup)).run();
+    Consumer<Cache, D>(a, shared, warpgroup).run();
   }
 }
 

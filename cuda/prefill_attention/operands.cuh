@@ -21,17 +21,17 @@ struct Products {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) weights[i] = pack_bf16(scores[2 * i], scores[2 * i + 1]);
   }
-  // `values` is a place in units of 16 bytes.
+  // `values` is the lower half of a descriptor.
   static __device__ __forceinline__ void add_values(float (&out)[D / 2],
                                                     const uint32_t (&weights)[kWords],
                                                     uint32_t values) {
     using TileOf = Tile<Cache, D>;
-    constexpr uint64_t kColumnStride = uint64_t{TileOf::kColumnBytes / 16 - 1} << 16;
+    constexpr uint32_t kColumnStride = uint32_t{TileOf::kColumnBytes / 16 - 1} << 16;
     constexpr int kStep = 16 * TileOf::kRowBytes / 16;  // of 16 tokens
 #pragma unroll
     for (int k = 0; k < kTileTokens / 16; ++k) {
       WgmmaValues<D>::multiply(out, weights + 4 * k,
-                               TileOf::describe(values + k * kStep) + kColumnStride);
+                               TileOf::descriptor(values + kColumnStride + k * kStep));
     }
   }
 };
@@ -59,7 +59,7 @@ struct Products<Fp8Cache, D> {
                                                     uint32_t values) {
 #pragma unroll
     for (int k = 0; k < kTileTokens / 32; ++k) {
-      Fp8Values<D>::multiply(sums, weights + 4 * k, descriptor(1u << 16 | (values + 2 * k)), k > 0);
+      Fp8Values<D>::multiply(sums, weights + 4 * k, descriptor(values + 2 * k), k > 0);
     }
   }
 };

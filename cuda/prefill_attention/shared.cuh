@@ -27,13 +27,13 @@ struct Tile {
     const int swizzled = kRowBytes == 128 ? vector ^ row : vector ^ row / 2;
     return vector / kInRow * kColumnBytes + row * kRowBytes + swizzled % kInRow * 16;
   }
-  // What makes a place, in units of 16 bytes, a descriptor: groups of eight rows lie 8 kRowBytes
-  // apart.
-  static __device__ __forceinline__ uint64_t describe(uint32_t place) {
+  // Descriptor of a tile: groups of eight rows lie 8 kRowBytes apart. Its lower half holds the
+  // place in units of 16 bytes, so that other places are an addition away.
+  static __device__ __forceinline__ uint64_t descriptor(uint32_t swizzled_tile) {
     constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
-    return kSwizzle << 62 | uint64_t{kRowBytes * 8 / 16} << 32 | uint64_t{1} << 16 | place;
+    return kSwizzle << 62 | uint64_t{kRowBytes * 8 / 16} << 32 | swizzled_tile;
   }
-  // Of step k's 32 bytes of each row, in the same units.
+  // Of step k's 32 bytes of each row, in units of 16 bytes.
   static constexpr int step(int k) {
     constexpr int kInRow = kRowBytes / 32;
     return k / kInRow * (kColumnBytes / 16) + k % kInRow * 2;
