@@ -116,7 +116,7 @@ std::string failure_of(Case c, uint32_t seed, double& worst) {
   fill_tokens<<<tokens, 128>>>(p, k.data(), table.data(), kv_lens.data(), seed + 1);
   fill_tokens<<<tokens, 128>>>(p, v.data(), table.data(), kv_lens.data(), seed + 2);
   const float* const used_sinks = c.sinks ? sinks.data() : nullptr;
-  reference_rows<<<static_cast<int>(rows), 128>>>(
+  reference_rows<<<static_cast<int>(rows), kReferenceThreads>>>(
       {p, q.data(), k.data(), v.data(), table.data(), q_starts.data(), q_lens.data(),
        kv_lens.data(), q_scale.data(), k_scale.data(), v_scale.data(), used_sinks, want.data(),
        bound.data(), want_lse.data(), weights.data(), longest});

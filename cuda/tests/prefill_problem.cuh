@@ -84,11 +84,12 @@ struct Reference {
   int longest;
 };
 
+constexpr int kReferenceThreads = 128;
+
 static __global__ void reference_rows(Reference r) {
   const Problem& p = r.p;
   __shared__ double query[256];
-  __shared__ double largest;
-  __shared__ double total;
+  __shared__ double parts[kReferenceThreads];
   __shared__ int owner;
   const int q_heads = p.q_heads();
   const int row = static_cast<int>(blockIdx.x);
@@ -140,19 +141,26 @@ static __global__ void reference_rows(Reference r) {
     weights[t] = score;
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    const double sink = r.sinks == nullptr ? -INFINITY : double(r.sinks[row % q_heads]);
-    double top = -INFINITY;
-    for (int t = 0; t <= position; ++t) top = fmax(top, weights[t]);
-    const bool seen = top > -INFINITY;
-    top = fmax(top, sink);
-    double sum = seen && r.sinks != nullptr ? exp(sink - top) : 0;
-    for (int t = 0; seen && t <= position; ++t) sum += exp(weights[t] - top);
-    largest = top;
-    total = seen ? sum : 0;
-    r.lse[row] = seen ? top + log(sum) : -INFINITY;
+  // Weights relative to the largest score, and their sum, by parts of each thread.
+  double top = -INFINITY;
+  for (int t = threadIdx.x; t <= position; t += blockDim.x) top = fmax(top, weights[t]);
+  parts[threadIdx.x] = top;
+  __syncthreads();
+  for (int i = 0; i < static_cast<int>(blockDim.x); ++i) top = fmax(top, parts[i]);
+  const bool seen = top > -INFINITY;
+  const double sink = r.sinks == nullptr ? -INFINITY : double(r.sinks[row % q_heads]);
+  const double largest = fmax(top, sink);
+  double total = 0;
+  for (int t = threadIdx.x; seen && t <= position; t += blockDim.x) {
+    weights[t] = exp(weights[t] - largest);
+    total += weights[t];
   }
   __syncthreads();
+  parts[threadIdx.x] = total;
+  __syncthreads();
+  total = seen && r.sinks != nullptr ? exp(sink - largest) : 0;
+  for (int i = 0; i < static_cast<int>(blockDim.x); ++i) total += parts[i];
+  if (threadIdx.x == 0) r.lse[row] = seen ? largest + log(total) : -INFINITY;
   double value_scale = 1;
   if (p.v_scale == ScaleKind::kTensor) value_scale = r.v_scale[0];
   if (p.v_scale == ScaleKind::kHead) value_scale = r.v_scale[head];
@@ -164,7 +172,7 @@ static __global__ void reference_rows(Reference r) {
       const int64_t at = place(t);
       if (at < 0) continue;
       const double token = value_scale * double(load(r.v, at * p.head_dim + d, p.fp8_cache));
-      const double value = exp(weights[t] - largest) / total * token;
+      const double value = weights[t] / total * token;
       sum += value;
       magnitude += fabs(value);
       smallest += fabs(token) * 0x1p-18;
@@ -186,12 +194,10 @@ struct Mix {
 
 inline const std::vector<Mix>& mixes() {
   constexpr int k = 1024;
-  static const std::vector<Mix> all = {{"1x8K", 1, 8 * k, 0},
-                                       {"1x16K", 1, 16 * k, 0},
-                                       {"1x1K on 2K", 1, k, 2 * k},
-                                       {"16x512 on 8K", 16, 512, 8 * k},
-                                       {"8x2K", 8, 2 * k, 0},
-                                       {"1x1", 1, 1, 0}};
+  static const std::vector<Mix> all = {
+      {"1x8K", 1, 8 * k, 0},       {"1x16K", 1, 16 * k, 0},
+      {"1x1K on 2K", 1, k, 2 * k}, {"16x512 on 8K", 16, 512, 8 * k},
+      {"8x2K", 8, 2 * k, 0},       {"1x1", 1, 1, 0}};
   return all;
 }
 
