@@ -48,8 +48,8 @@ FORBIDDEN = {
 STACK = {
     # Sums of 128 dimensions and 16 rows a warp, three warps a quarter of an SM: 168 registers.
     ("attention_kernel", "Fp8CacheELi128ELi2EE"): 16,
-    # Scores, sums and a tile's own sums of 128 dimensions: 208 of 224 registers. Most of it is used
-    # with a cap of the scores only.
+    # Scores, sums and a tile's own sums of 128 dimensions: 208 of 224 registers. What is spilled
+    # is mostly of the cap's code.
     ("prefill_kernel", "Fp8CacheELi128EE"): 112,
     ("prefill_kernel", "Fp8CacheELi64EE"): 8,
 }
