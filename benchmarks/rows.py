@@ -27,6 +27,8 @@ MODULES: Mapping[str, str] = {
     "router": "benchmarks.router",
     "decode-bf16": "benchmarks.decode",
     "decode-fp8": "benchmarks.decode",
+    "prefill-bf16": "benchmarks.prefill",
+    "prefill-fp8": "benchmarks.prefill",
     "prologue-bf16": "benchmarks.prologue",
     "prologue-fp8": "benchmarks.prologue",
     "moe-fp8": "benchmarks.moe",

@@ -33,6 +33,9 @@ EXPECTED = {
     "down_kernel": ("QGMMA", "UTMALDG", "SYNCS", "ACQBULK", "PREEXIT"),
     "down_pairs_kernel": ("QGMMA", "UTMALDG", "SYNCS", "ACQBULK", "PREEXIT"),
     "reduce_kernel": ("ACQBULK", "LDG.E.128", "STG.E.128"),
+    # Warpgroup products of tiles in shared memory and of probabilities in registers.
+    "prefill_kernel": ("UTMALDG.4D", "LDGSTS", "USETMAXREG", "ACQBULK"),
+    "prefill_plan_kernel": ("PREEXIT",),
     "probe_kernel": (),
 }
 # Kernel, of some template arguments (as mangled) -> what these instances need as well.
@@ -41,12 +44,21 @@ EXPECTED_OF_INSTANCES = {
     # Rows that are 16-byte aligned are read by asynchronous copies.
     ("stream_kernel", "Lb1E"): ("LDGSTS",),
     ("prologue_kernel", "Lb1ENS"): ("F2FP.SATFINITE.E4M3", "FMNMX.NAN", "STG.E.64"),
+    ("prefill_kernel", "Bf16CacheE"): ("HGMMA", "tnspB"),
+    ("prefill_kernel", "Fp8CacheE"): ("QGMMA", "LDSM.16.MT88.4", "STSM.16.M88.4"),
 }
 # What none of a kernel's code may hold: a fence of all memory costs as much as these kernels gain.
 FORBIDDEN = {
     "tiled_kernel": ("MEMBAR",),
     "stream_kernel": ("MEMBAR",),
     "prologue_kernel": ("LDL", "STL", "BAR.SYNC", " ST.E"),  # stores of no known memory
+}
+# Bytes of stack that an instance may have, where ptxas runs out of registers for a few values.
+STACK = {
+    # Scores, sums and a tile's own sums of 128 dimensions: 208 of 224 registers. What is spilled
+    # is mostly of the cap's code.
+    ("prefill_kernel", "Fp8CacheELi128EE"): 112,
+    ("prefill_kernel", "Fp8CacheELi64EE"): 8,
 }
 
 

@@ -140,8 +140,8 @@ def _scheduled_decode_attention(rng: np.random.Generator) -> Call:
     )
 
 
-def _prefill_attention(rng: np.random.Generator) -> Call:
-    k, v = _pages(rng, 4)
+def _prefill_attention(rng: np.random.Generator, dim: int = 16, dtype: Any = jnp.float32) -> Call:
+    k, v = _pages(rng, 4, dim, dtype)
     rest = (k, v, _integers([[0, 3], [5, -1]]), *map(_integers, ([1, 5], [4, 2], [20, 7])))
 
     def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
@@ -151,11 +151,12 @@ def _prefill_attention(rng: np.random.Generator) -> Call:
     return Call(
         "prefill_attention",
         run,
-        _array(rng, 8, 8, 16),
+        _array(rng, 8, 8, dim),
         rest,
         heads,
         (heads, heads, P(), P(), P(), P()),
         heads,
+        launches=2,
     )
 
 
@@ -270,6 +271,10 @@ _PATHS = {
         "blocks": functools.partial(_fp8_moe, block_rows=128),
         "blocks of 64 rows": functools.partial(_fp8_moe, block_rows=64),
         "many pairs": functools.partial(_fp8_moe, launches=5, tokens=4098),
+    },
+    "prefill_attention": {
+        "bf16": functools.partial(_prefill_attention, dim=64, dtype=jnp.bfloat16),
+        "fp8 cache": functools.partial(_prefill_attention, dim=128, dtype=jnp.float8_e4m3fn),
     },
     "qk_norm_rope_append": {
         "bf16 cache": functools.partial(_qk_norm_rope_append, dim=64, dtype=jnp.bfloat16),
