@@ -34,7 +34,7 @@ struct Tile {
     return kSwizzle << 62 | uint64_t{kRowBytes * 8 / 16} << 32 | swizzled_tile;
   }
   // Of step k's 32 bytes of each row, in units of 16 bytes.
-  static constexpr int step(int k) {
+  __host__ __device__ static constexpr int step(int k) {
     constexpr int kInRow = kRowBytes / 32;
     return k / kInRow * (kColumnBytes / 16) + k % kInRow * 2;
   }
