@@ -94,6 +94,11 @@ __device__ __forceinline__ float power_of_2(float x) {
   return result;
 }
 
+// Brings a map for the copy engine, whose first copy would wait for it.
+__device__ __forceinline__ void prefetch_descriptor(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // A tile of an array of rank 4 by the copy engine.
 __device__ __forceinline__ void copy_tile(SharedAddress to, const CUtensorMap* map,
                                           SharedAddress barrier, int x, int y, int z, int w) {
@@ -101,6 +106,16 @@ __device__ __forceinline__ void copy_tile(SharedAddress to, const CUtensorMap* m
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// Consecutive bytes, a multiple of 16, by the copy engine.
+__device__ __forceinline__ void copy_bytes(SharedAddress to, const void* from, int bytes,
+                                           SharedAddress barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
 
@@ -126,10 +141,15 @@ __device__ __forceinline__ int keep(int value) {
   return value;
 }
 
-// All threads of the CTA, each warp where it stands in its own code.
-__device__ __forceinline__ void start_barrier(int threads) {
+// The producer warp waits until one of the consumers' says that the CTA may start.
+constexpr int kStartThreads = 64;
+__device__ __forceinline__ void let_producer_start() {
   __syncwarp();
-  asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
+  asm volatile("bar.arrive 2, %0;" ::"n"(kStartThreads) : "memory");
+}
+__device__ __forceinline__ void wait_for_start() {
+  __syncwarp();
+  asm volatile("bar.sync 2, %0;" ::"n"(kStartThreads) : "memory");
 }
 
 // A barrier among the consumer warps only.

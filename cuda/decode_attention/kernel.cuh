@@ -25,9 +25,15 @@ __global__ void __launch_bounds__(threads_of(N), N == 1 ? 2 : 1)
   if (thread.warp < a.warps) {
     init_barriers(shared, thread.warp, a.warps);
     wait_for_previous_kernel();
-    start_barrier((a.warps + 1) * kWarpSize);
+    consumer_barrier(a.warps * kWarpSize);
+    if (thread.warp == 0) let_producer_start();
     Consumer<Cache, D, N>(a, shared, thread).run();
   } else {
+    // The producer's first copy would wait for its descriptor.
+    if (elect_one()) {
+      prefetch_descriptor(&k_map);
+      prefetch_descriptor(&v_map);
+    }
     wait_for_previous_kernel();
     Producer<Cache, D>(a, &k_map, &v_map, shared, thread.lane).run();
   }
