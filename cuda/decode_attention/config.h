@@ -1,6 +1,7 @@
 // What a decode attention is, and how a CTA holds it: plain structs.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "decode_schedule/config.h"
@@ -64,7 +65,7 @@ struct Cut {
 };
 
 constexpr int kMostRows = 128;
-constexpr int kMostSlots = 24;
+constexpr int kMostSlots = 24;  // one of which is the rehearsal's
 constexpr int kMostWarps = 8;
 constexpr int kMergeKib = 8;  // shared memory of a CTA of the merge, of which 1 is the system's
 
@@ -106,11 +107,12 @@ struct Layout {
   __host__ __device__ static Layout of(int head_dim, int cache_bytes, int query_bytes, int warps,
                                        int row_tile, int slots, bool token_scales) {
     Layout l{};
+    // Behind the ring, where the rehearsal's half tile lies.
     l.merge = kRing + slots * kTileTokens * head_dim * cache_bytes;
     l.query = l.merge + warps * 8 * (head_dim + 4) * 4;
     l.query_stride = head_dim * query_bytes + 16;
     l.token_scale = l.query + 2 * row_tile * l.query_stride;
-    l.end = l.token_scale + (token_scales ? slots * kTileTokens * 4 : 0);
+    l.end = l.token_scale + (token_scales ? (slots + 1) * kTileTokens * 4 : 0);
     return l;
   }
 };
@@ -120,6 +122,8 @@ inline Config choose(const Problem& p) {
   // costs one more, leave a CTA of the merge room beside them: so it starts while they still run.
   constexpr int kSharedOfTwo = (228 - kMergeKib) / 2 * 1024 - 1024;
   constexpr int kSharedOfOne = (228 - kMergeKib) * 1024 - 1024;
+  // More in flight than the memory needs: CTAs then end further apart, the last of them later.
+  constexpr int kRingOfTwo = 48 * 1024;
   Config c{};
   const int rows = p.rows();
   c.column_tiles = rows <= 8 ? 1 : 2;
@@ -127,7 +131,9 @@ inline Config choose(const Problem& p) {
   c.warps = rows <= 64 ? 4 : 8;
   c.ctas_per_sm = rows <= 64 ? 2 : 1;
   const int budget = c.ctas_per_sm == 2 ? kSharedOfTwo : kSharedOfOne;
-  for (c.slots = kMostSlots; c.slots > 2; --c.slots) {
+  const int slot_bytes = kTileTokens * p.head_dim * (p.fp8_cache ? 1 : 2);
+  const int ring = c.ctas_per_sm == 2 ? kRingOfTwo : budget;
+  for (c.slots = std::min(kMostSlots - 1, ring / slot_bytes); c.slots > 2; --c.slots) {
     c.shared_bytes = Layout::of(p.head_dim, p.fp8_cache ? 1 : 2, p.fp8_query ? 1 : 2, c.warps,
                                 c.row_tile(), c.slots, p.k_scale == ScaleKind::kToken)
                          .end;

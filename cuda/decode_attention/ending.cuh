@@ -11,11 +11,12 @@ class Ending {
   // Tasks take turns with two places for the warps' states: a warp may be at the end of the next
   // task while another still reads those of this one.
   __device__ __forceinline__ Ending(const Arguments& a, const Shared& shared, const Task& task,
-                                    int place, Thread thread)
+                                    int place, Thread thread, bool rehearses)
       : a_(a),
         shared_(shared),
         task_(task),
         thread_(thread),
+        rehearses_(rehearses),
         states_(shared.state + place * (Layout::kStateBytes / int{sizeof(float2)})) {}
 
   __device__ __forceinline__ void run(const Rows<Cache, D, N>& rows) const {
@@ -111,6 +112,7 @@ class Ending {
         values[0] += low.x, values[1] += low.y, values[2] += low.z, values[3] += low.w;
         values[4] += high.x, values[5] += high.y, values[6] += high.z, values[7] += high.w;
       }
+      if (rehearses_) continue;
       if (task_.slot >= 0) {
         write_partial(row, unit, base, total, values);
       } else {
@@ -148,6 +150,7 @@ class Ending {
   const Shared& shared_;
   const Task& task_;
   Thread thread_;
+  bool rehearses_;  // writes nothing
   float2* states_;
 };
 

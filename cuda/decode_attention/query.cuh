@@ -23,14 +23,15 @@ struct Query {
     return unit;
   }
 
-  __device__ __forceinline__ void load(const Arguments& a, const Shared& shared, int stage,
-                                       int head, int first_row, int lane) {
+  // Of rows `stride` bytes apart from `first` on, and their scales.
+  __device__ __forceinline__ void load(const Arguments& a, int head, const uint8_t* first,
+                                       const float* scales, int stride, int lane) {
     const float scale = a.problem.scale * (kScaled ? key_scale(a, head) : 1.0f);
     unit = a.problem.cap > 0 ? scale * a.cap_unit : scale * kLog2E;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const int row = stage * 8 * N * a.row_groups + first_row + 8 * n + lane / 4;
-      const uint8_t* const at = shared.query + row * shared.query_stride;
+      const int row = 8 * n + lane / 4;
+      const uint8_t* const at = first + row * stride;
       if constexpr (!kScaled) {
         read_bf16(at, n, lane % 4);
         continue;
@@ -38,7 +39,7 @@ struct Query {
       float row_scale = 1;
       if (a.problem.fp8_query) {
         read_fp8(at, n, lane % 4);
-        row_scale = shared.query_scale[row];
+        row_scale = scales[row];
       } else {
         row_scale = quantize_bf16(at, n, lane % 4);
       }
