@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads)
   block_scan(scaled, ends, scans);
 
   const int total = ends[kThreads - 1];
-  const int working = min(max(total / min_cta_cost(p.task_cost), 1), p.num_ctas);
+  const int working = min(max(total / kMinCtaCost, 1), p.num_ctas);
   const int share = total / working;
   const int rest = total - share * working;
   const bool in_shared = p.num_ctas < kSharedBounds;

@@ -175,7 +175,7 @@ struct Costs {
 inline Schedule schedule_on_host(const decode_schedule::Problem& p, const std::vector<int>& lengths,
                                  Costs costs) {
   if (costs.task == 0) costs.task = p.task_cost;
-  if (costs.floor == 0) costs.floor = decode_schedule::min_cta_cost(costs.task);
+  if (costs.floor == 0) costs.floor = decode_schedule::kMinCtaCost;
   using decode_schedule::kTileCost;
   std::vector<int64_t> ends;  // of the pairs, on the cost axis
   std::vector<int> tiles;

@@ -8,10 +8,16 @@ TILE_TOKENS = 64
 # Costs of the cost axis, in eighths of a tile's time. Small integers: a sequence of 2^31 tokens
 # must keep its cost within int32.
 TILE_COST = 8
-_TASK_COST = 8
-_TASK_COST_FP8 = 16
+_TASK_COST = 16
+_TASK_COST_FP8 = 24
 EMPTY_COST = 1
 """A pair without a key still has zeros to write, and must not be free to pile up on one CTA."""
+
+MIN_CTA_COST = 32
+"""Floor on work per CTA: splitting finer costs more in the merge than it gains.
+
+Never below TILE_COST: two cuts inside one pair must fall on different tiles.
+"""
 
 MAX_BATCH = 65536
 MAX_PAIRS = 1 << 29
@@ -24,17 +30,9 @@ _ROWS_OF_TWO = 64
 def task_cost(*, fp8_cache: bool) -> int:
     """What a task costs beside its tiles: query load, pipeline start and drain, output.
 
-    As long whatever the cache holds, and a tile of fp8 takes half as long.
+    More of fp8's tiles, which take half as long.
     """
     return _TASK_COST_FP8 if fp8_cache else _TASK_COST
-
-
-def min_cta_cost(*, fp8_cache: bool) -> int:
-    """Floor on work per CTA: splitting finer costs more in the merge than it gains.
-
-    Never below TILE_COST: two cuts inside one pair must fall on different tiles.
-    """
-    return 2 * TILE_COST + task_cost(fp8_cache=fp8_cache)
 
 
 def num_sms() -> int:
