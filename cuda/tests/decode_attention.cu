@@ -4,7 +4,7 @@
 //   decode_attention check small a few tiny ones, for compute-sanitizer's slower tools
 //   decode_attention time [tp8]  the recorded baselines' mixes (tp8: of one KV head only), cold
 //                                caches; the practical floor is 4 us + bytes / 4.5 TB/s
-//   decode_attention tune [tp8]  the same with other numbers of CTAs and costs of the schedule
+//   decode_attention tune [tp8]  the same with other rings, numbers of CTAs, costs and cuts
 //
 // Built by `make kernel-tests`.
 #include <cstdio>
@@ -259,17 +259,18 @@ struct Variant {
   std::string name;
   int ctas;
   Costs costs;
-  Cut split;          // instead of a schedule, where splits > 0
-  int less_ring = 0;  // KiB
+  Cut split;     // instead of a schedule, where splits > 0
+  int ring = 0;  // KiB, instead of what is chosen
 };
 
-jax_hpc::decode_attention::Config with_less_ring(const Problem& p,
-                                                 jax_hpc::decode_attention::Config config,
-                                                 int kibibytes) {
+jax_hpc::decode_attention::Config with_ring(const Problem& p,
+                                            jax_hpc::decode_attention::Config config,
+                                            int kibibytes) {
   const int slot = 64 * p.head_dim * (p.fp8_cache ? 1 : 2);
-  const int slots = std::min(kibibytes * 1024 / slot, config.slots - 2);
-  config.slots -= slots;
-  config.shared_bytes -= slots * slot;
+  const int slots =
+      std::clamp(kibibytes * 1024 / slot, 2, jax_hpc::decode_attention::kMostSlots - 1);
+  config.shared_bytes += (slots - config.slots) * slot;
+  config.slots = slots;
   return config;
 }
 
@@ -309,7 +310,7 @@ void time_mix(const Mix& mix, int kv_heads, bool fp8, const std::vector<Variant>
     const DeviceSchedule schedule(schedule_on_host(plan, host_lengths, variant.costs));
     Cut cut = variant.split;
     jax_hpc::decode_attention::Config config = choose(p);
-    if (variant.less_ring > 0) config = with_less_ring(p, config, variant.less_ring);
+    if (variant.ring > 0) config = with_ring(p, config, variant.ring);
     if (cut.splits == 0) cut.num_ctas = variant.ctas;
     const auto slots = static_cast<size_t>(jax_hpc::decode_attention::workspace_slots(p, cut));
     DeviceArray<float> partial_out(slots * p.rows() * p.head_dim);
@@ -382,15 +383,20 @@ int main(int argc, char** argv) {
   }
   if (command == "tune") {
     time_all({{"2/SM", two, {}, {}},
+              {"ring 32K", two, {}, {}, 32},
+              {"ring 64K", two, {}, {}, 64},
+              {"ring 80K", two, {}, {}, 80},
               {"1/SM", num_sms, {}, {}},
+              {"1/SM 96K", num_sms, {}, {}, 96},
+              {"1/SM 160K", num_sms, {}, {}, 160},
+              {"3/SM", 3 * num_sms, {}, {}},
               {"task 8", two, {8}, {}},
               {"task 16", two, {16}, {}},
               {"task 24", two, {24}, {}},
-              {"task 32", two, {32}, {}},
+              {"task 40", two, {40}, {}},
+              {"floor 16", two, {0, 16}, {}},
+              {"floor 24", two, {0, 24}, {}},
               {"floor 48", two, {0, 48}, {}},
-              {"ring -16K", two, {}, {}, 16},
-              {"ring -32K", two, {}, {}, 32},
-              {"static", two, {}, {0, 16, 8}},
               {"split 1", two, {}, {0, 1, 1}}},
              option != "tp8");
     return 0;
