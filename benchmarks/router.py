@@ -181,7 +181,12 @@ BENCHMARK = Benchmark(
     ),
     fields=fields,
     workload=workload,
-    rivals=dict.fromkeys(OURS, XLA_FORMS) | {"router-topk": ("router+topk",)},
+    # xla-parts is what "auto" itself may take.
+    rivals={
+        **dict.fromkeys(("auto", "auto-full"), ("xla", "bf16x3")),
+        "cuda": XLA_FORMS,
+        "router-topk": ("router+topk",),
+    },
     recorded=frozenset(OURS),
     remeasured={"xla": "jaxdistinct:xla-f32", "bf16x3": "jaxdistinct:xla-bf16x3"},
     # TF32 keeps 10 bits of the activations and of the weight.

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs compute-sanitizer's tools over the checks of programs of `make kernel-tests`: memcheck over
-# all of them, the slower tools over the small ones.
+# all of them, racecheck over `check races`, what it can judge (each program says what that leaves
+# out), the others over the small ones.
 #   scripts/gpu_sanitize.sh PROGRAM...
 # TOOLS names others than all four, SECONDS_EACH how long one may take (a tool that hangs has found
 # nothing), JOBS how many run at a time: a tool mostly waits for its one small kernel, so all that
@@ -22,7 +23,11 @@ fi
 # sanitize TOOL PROGRAM NAME: the output goes to $logs/NAME, the verdict to $logs/NAME.verdict.
 sanitize() {
   local checks=(check) start=$SECONDS status verdict
-  if [[ $1 != memcheck ]]; then checks+=(small); fi
+  case $1 in
+    memcheck) ;;
+    racecheck) checks+=(races) ;;
+    *) checks+=(small) ;;
+  esac
   timeout --kill-after=10 "$limit" \
     compute-sanitizer --tool "$1" --error-exitcode 3 "$2" "${checks[@]}" >"$logs/$3" 2>&1
   status=$?

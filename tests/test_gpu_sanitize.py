@@ -6,10 +6,10 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_sanitize.sh"
 
-# Takes the sanitizer's place: "--tool NAME --error-exitcode 3 PROGRAM check [small]".
+# Takes the sanitizer's place: "--tool NAME --error-exitcode 3 PROGRAM check [small | races]".
 TOOL = """#!/bin/sh
-small=small; test "$2" = memcheck && small=
-test "$3 $4 $6 $7" = "--error-exitcode 3 check $small" || exit 8
+case "$2" in memcheck) checks=;; racecheck) checks=races;; *) checks=small;; esac
+test "$3 $4 $6 $7" = "--error-exitcode 3 check $checks" || exit 8
 case "$2" in
   memcheck) exit 0 ;;
   racecheck) sleep 60 ;;

@@ -15,7 +15,6 @@ from jax_hpc import _registry
 EXPECTED = {
     # wgmma, the copy engine, mbarriers, stores to the cluster, leave to start for the next kernel
     "tiled_kernel": ("HGMMA", "UTMALDG", "SYNCS", "STAS", "PREEXIT"),
-    "gemv_kernel": ("UBLKCP", "SYNCS", "PREEXIT"),  # whole rows by the copy engine
     "stream_kernel": ("HMMA.16816.F32.BF16", "SYNCS", "STAS", "PREEXIT"),
     "topk_cta_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.SUM"),  # overlap, warp-wide integers
     "topk_warp_kernel": ("ACQBULK", "REDUX.MAX", "REDUX.MIN"),
@@ -38,7 +37,6 @@ EXPECTED_OF_INSTANCES = {
 FORBIDDEN = {
     "tiled_kernel": ("MEMBAR",),
     "stream_kernel": ("MEMBAR",),
-    "gemv_kernel": ("MEMBAR",),
     "prologue_kernel": ("LDL", "STL", "BAR.SYNC", " ST.E"),  # stores of no known memory
 }
 

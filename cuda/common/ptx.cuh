@@ -133,16 +133,6 @@ __device__ __forceinline__ void copy_tile(SharedAddress to, const CUtensorMap* m
       : "memory");
 }
 
-// Consecutive bytes, a multiple of 16, by the copy engine.
-__device__ __forceinline__ void copy_bytes(SharedAddress to, const void* from, int bytes,
-                                           SharedAddress barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(to),
-      "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
 // Order of warpgroup products (wgmma).
 
 __device__ __forceinline__ void wgmma_fence() {

@@ -109,6 +109,16 @@ __device__ __forceinline__ void copy_tile(SharedAddress to, const CUtensorMap* m
       : "memory");
 }
 
+// Consecutive bytes, a multiple of 16, by the copy engine.
+__device__ __forceinline__ void copy_bytes(SharedAddress to, const void* from, int bytes,
+                                           SharedAddress barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // The line that an address is on, into this SM's cache.
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(address) : "memory");
@@ -131,15 +141,11 @@ __device__ __forceinline__ int keep(int value) {
   return value;
 }
 
-// The producer warp waits until one of the consumers' says that the CTA may start.
-constexpr int kStartThreads = 64;
-__device__ __forceinline__ void let_producer_start() {
+// All threads of the CTA, each warp where it stands in its own code: bar.sync promises that all are
+// at one instruction. The code is the same, but synccheck goes by it.
+__device__ __forceinline__ void start_barrier(int threads) {
   __syncwarp();
-  asm volatile("bar.arrive 2, %0;" ::"n"(kStartThreads) : "memory");
-}
-__device__ __forceinline__ void wait_for_start() {
-  __syncwarp();
-  asm volatile("bar.sync 2, %0;" ::"n"(kStartThreads) : "memory");
+  asm volatile("barrier.sync 2, %0;" ::"r"(threads) : "memory");
 }
 
 // A barrier among the consumer warps only.

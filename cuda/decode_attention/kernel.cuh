@@ -25,8 +25,7 @@ __global__ void __launch_bounds__(threads_of(N), N == 1 ? 2 : 1)
   if (thread.warp < a.warps) {
     init_barriers(shared, thread.warp, a.warps);
     wait_for_previous_kernel();
-    consumer_barrier(a.warps * kWarpSize);
-    if (thread.warp == 0) let_producer_start();
+    start_barrier((a.warps + 1) * kWarpSize);
     Consumer<Cache, D, N>(a, shared, thread).run();
   } else {
     // The producer's first copy would wait for its descriptor.

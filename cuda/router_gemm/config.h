@@ -18,23 +18,18 @@ struct Problem {
 // Whether rows are 16-byte aligned, as the copy engine needs them.
 constexpr bool has_aligned_rows(const Problem& p) { return p.hidden % 8 == 0; }
 
-// A CTA of the gemv kernel multiplies one token by one expert's row. The stream kernel's lanes each
-// copy what they multiply themselves: up to 8 tokens, and rows that are not 16-byte aligned. The
-// tiled kernel's warpgroups share tiles that the copy engine brings.
-enum class Kernel { kGemv, kStream, kTiled };
+// The stream kernel's lanes each copy what they multiply themselves: up to 8 tokens, and rows that
+// are not 16-byte aligned. The tiled kernel's warpgroups share tiles that the copy engine brings.
+enum class Kernel { kStream, kTiled };
 
-// The stream and the tiled kernel cut the hidden axis over the CTAs of a cluster, which add their
-// parts through each other's shared memory: no workspace, no flags, the same order every time.
+// Both cut the hidden axis over the CTAs of a cluster, which add their parts through each other's
+// shared memory: no workspace, no flags, the same order every time.
 struct Config {
   Kernel kernel;
   int token_tile;   // tokens of one CTA
   int expert_tile;  // experts of one CTA
   int cluster;      // CTAs that share the hidden axis
 };
-constexpr Config kGemvConfig{Kernel::kGemv, 1, 1, 1};
-
-// What a CTA of the gemv kernel holds at once: the token's row and the expert's of each term.
-constexpr int64_t gemv_row_bytes(const Problem& p) { return int64_t{1 + p.terms} * p.hidden * 2; }
 
 inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
   return out << "router_gemm T=" << p.tokens << " H=" << p.hidden << " E=" << p.experts
@@ -42,9 +37,8 @@ inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
 }
 
 inline std::ostream& operator<<(std::ostream& out, const Config& c) {
-  constexpr const char* kNames[] = {"gemv", "stream", "tiled"};
-  return out << kNames[static_cast<int>(c.kernel)] << " " << c.token_tile << "x" << c.expert_tile
-             << " cluster " << c.cluster;
+  return out << (c.kernel == Kernel::kStream ? "stream " : "tiled ") << c.token_tile << "x"
+             << c.expert_tile << " cluster " << c.cluster;
 }
 
 }  // namespace jax_hpc::router_gemm

@@ -85,11 +85,6 @@ inline Config choose_tiled(const Problem& p, int num_sms) {
 
 inline Config choose(const Problem& p, int num_sms) {
   constexpr int kFew = 8;
-  // Two CTAs of the gemv kernel fit on an SM.
-  constexpr int64_t kMostRowBytes = 112 * 1024;
-  if (p.tokens == 1 && has_aligned_rows(p) && gemv_row_bytes(p) <= kMostRowBytes) {
-    return kGemvConfig;
-  }
   const bool streams = !has_aligned_rows(p) || p.tokens <= kFew;
   return streams ? choose_stream(p, num_sms) : choose_tiled(p, num_sms);
 }

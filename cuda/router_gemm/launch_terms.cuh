@@ -3,7 +3,6 @@
 #pragma once
 
 #include "common/tensor_map.h"
-#include "router_gemm/gemv.cuh"
 #include "router_gemm/launch.h"
 #include "router_gemm/stream.cuh"
 #include "router_gemm/tiled.cuh"
@@ -19,18 +18,6 @@ struct Arrays {
 template <int Terms>
 cudaError_t launch_terms(const Problem& problem, const Config& config, const Arrays& arrays,
                          cudaStream_t stream);
-
-template <int Terms>
-cudaError_t launch_gemv(const Problem& p, const Arrays& arrays, cudaStream_t stream) {
-  constexpr int64_t kMostSharedBytes = 227 * 1024;
-  if (gemv_shared_bytes(p) > kMostSharedBytes) return cudaErrorInvalidValue;
-  const LaunchShape shape{
-      .grid = dim3(static_cast<unsigned>(p.experts), static_cast<unsigned>(p.tokens)),
-      .threads = kGemvThreads,
-      .shared_bytes = static_cast<int>(gemv_shared_bytes(p))};
-  return jax_hpc::launch(gemv_kernel<Terms>, shape, stream, p, arrays.x, arrays.parts,
-                         arrays.logits);
-}
 
 template <int Terms, int TokenTiles, bool Aligned>
 cudaError_t launch_stream(const Problem& p, const Config& config, const Arrays& arrays,
@@ -97,7 +84,6 @@ cudaError_t launch_terms(const Problem& problem, const Config& config, const Arr
     return cudaErrorInvalidValue;
   }
   if (!aligned) return cudaErrorInvalidValue;
-  if (config.kernel == Kernel::kGemv) return launch_gemv<Terms>(problem, arrays, stream);
 #define JAX_HPC_CASE(experts, tokens)                                             \
   if (config.expert_tile == (experts) && config.token_tile == (tokens)) {         \
     return launch_tiled<Terms, experts, tokens>(problem, config, arrays, stream); \

@@ -2,6 +2,7 @@
 //
 //   decode_attention check       all options on random batches
 //   decode_attention check small a few tiny ones, for compute-sanitizer's slower tools
+//   decode_attention check races tiny ones that racecheck can judge: see reuses_memory
 //   decode_attention time [tp8]  the recorded baselines' mixes (tp8: of one KV head only), cold
 //                                caches; the practical floor is 4 us + bytes / 4.5 TB/s
 //   decode_attention tune [tp8]  the same with other rings, numbers of CTAs, costs and cuts
@@ -69,24 +70,6 @@ std::vector<int> make_table(Problem& p, const std::vector<int>& lengths, bool ho
     }
   }
   return table;
-}
-
-struct DeviceSchedule {
-  DeviceArray<int> pair;
-  DeviceArray<int> tile;
-  DeviceArray<int> last;
-  explicit DeviceSchedule(int ctas) : pair(ctas + 1), tile(ctas + 1), last(ctas) {}
-  explicit DeviceSchedule(const Schedule& s) : pair(s.pair), tile(s.tile), last(s.last) {}
-  void set(Buffers& b) const {
-    b.span_pair = pair.data();
-    b.span_tile = tile.data();
-    b.merge_last = last.data();
-  }
-};
-
-bool is_same(const DeviceSchedule& got, const Schedule& want) {
-  return got.pair.host() == want.pair && got.tile.host() == want.tile &&
-         got.last.host() == want.last;
 }
 
 // Why a case fails; empty when it does not.
@@ -238,12 +221,13 @@ Case random_case(std::mt19937& random, bool small) {
   return c;
 }
 
-int check(bool small) {
-  const int count = small ? 8 : 150;
+int check(const std::string& which) {
+  const int count = which.empty() ? 150 : which == "races" ? 12 : 8;
   std::mt19937 random(1);
   int failures = 0;
   for (int i = 0; i < count; ++i) {
-    const Case c = random_case(random, small);
+    Case c = random_case(random, !which.empty());
+    while (which == "races" && reuses_memory(c.p, c.cut, c.lengths)) c = random_case(random, true);
     const std::string failure = failure_of(c, static_cast<uint32_t>(i) * 16 + 1);
     if (failure.empty()) continue;
     if (++failures <= 12)
@@ -375,7 +359,7 @@ int main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
   const std::string option = argc > 2 ? argv[2] : "";
   const int two = 2 * num_sms;
-  if (command == "check") return check(option == "small");
+  if (command == "check") return check(option);
   if (command == "time") {
     time_schedule();
     time_all({{"us", two, {}, {}}}, option != "tp8");
@@ -401,6 +385,6 @@ int main(int argc, char** argv) {
              option != "tp8");
     return 0;
   }
-  std::cerr << "usage: decode_attention check [small] | time [tp8] | tune [tp8]\n";
+  std::cerr << "usage: decode_attention check [small | races] | time [tp8] | tune [tp8]\n";
   return 2;
 }

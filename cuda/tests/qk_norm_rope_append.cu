@@ -2,7 +2,8 @@
 // long it takes on cold buffers beside the floor.
 //
 //   qk_norm_rope_append check        all kinds of problems, cut in several ways
-//   qk_norm_rope_append check small  a few of them, for compute-sanitizer's slower tools
+//   qk_norm_rope_append check small  a few of them, for compute-sanitizer's slower tools; `races`,
+//                                    for racecheck, are the same
 //   qk_norm_rope_append time [T..]   heads 64/8 and 8/1, bf16 and fp8
 //   qk_norm_rope_append tune [T..]   the same, over ways to cut
 //
@@ -300,9 +301,9 @@ void print_times(int q_heads, int kv_heads, bool is_fp8, int tokens, bool all) {
 
 int main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
-  if (command == "check") return check(argc > 2 && std::string(argv[2]) == "small");
+  if (command == "check") return check(argc > 2);
   if (command != "time" && command != "tune") {
-    std::cerr << "usage: qk_norm_rope_append check [small] | time [T ...] | tune [T ...]\n";
+    std::cerr << "usage: qk_norm_rope_append check [small | races] | time [T ...] | tune [T ...]\n";
     return 2;
   }
   std::vector<int> tokens;

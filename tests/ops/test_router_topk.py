@@ -12,7 +12,7 @@ import pytest
 import jax_hpc
 from jax_hpc import SplitWeight, _registry, route_topk, router_gemm, router_topk
 from jax_hpc.ops.route_topk.signature import Params as RouteParams
-from jax_hpc.ops.router_topk import reference
+from jax_hpc.ops.router_topk import heuristics, reference
 from jax_hpc.ops.router_topk.cases import CASES, Case
 from jax_hpc.ops.router_topk.primitive import KERNEL
 from jax_hpc.ops.router_topk.signature import Operands, Params
@@ -107,7 +107,7 @@ def test_what_the_handler_is_given(
 
 def test_overlap_can_be_switched_off() -> None:
     route = RouteParams(2, "softmax", False, 1.0, 0, 1, 1)
-    given = Operands(*[None] * 3)  # pyright: ignore[reportArgumentType]
+    given = Operands(X, WEIGHT, None)
     assert KERNEL.attributes(given, Params(route))["pdl"] is True
     assert KERNEL.attributes(given, Params(route, overlap=False))["pdl"] is False
 
@@ -124,6 +124,12 @@ def test_no_kernel(monkeypatch: pytest.MonkeyPatch, experts: int, dtype: Any, wo
     x, weight = shape(2, 8, dtype=dtype), SplitWeight(shape(1, experts, 8, dtype=jnp.bfloat16))
     with pytest.raises(NotImplementedError, match=f"router_topk: no CUDA kernel .*{words}"):
         lower(x, weight, None, k=2, implementation="cuda")
+
+
+def test_overlap_is_for_few_tokens() -> None:
+    """The threshold lies between the sizes that gained by it and those that lost."""
+    for row in heuristics.MEASURED:
+        assert heuristics.overlaps(row.tokens) == (row.overlapped < row.one_after_the_other), row
 
 
 WEIGHT = SplitWeight(jnp.zeros((2, 12, 64), jnp.bfloat16))

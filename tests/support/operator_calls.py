@@ -228,7 +228,6 @@ MAKERS = {
 
 # Sizes of router products that take the product's kernels, clusters and tiles in turn.
 ROUTER_PATHS: dict[str, dict[str, int]] = {
-    "one token": {"tokens": 1, "hidden": 4096, "experts": 192},
     "few tokens": {"tokens": 8, "hidden": 32, "experts": 16},
     "few tokens, cluster": {"tokens": 8, "hidden": 4096, "experts": 192},
     "64 tokens, cluster": {"tokens": 64, "hidden": 4096, "experts": 192},

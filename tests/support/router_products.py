@@ -19,10 +19,6 @@ MOST_HIDDEN_OF_THREE_TERMS = 49152
 # that are not 16-byte aligned, and the shapes of Hy3 and LongCat-Flash.
 SHAPES = [
     (1, 4096, 192),
-    (1, 8, 3),
-    (1, 6144, 768),
-    (1, 14336, 40),
-    (1, 49152, 64),
     (8, 4096, 192),
     (9, 520, 33),
     (16, 64, 7),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_hpc._primitive import Fold, Kernel, Operator
-from jax_hpc.ops.router_gemm import reference, xla
+from jax_hpc.ops.router_gemm import heuristics, reference, xla
 from jax_hpc.ops.router_gemm.signature import shape_rule
 from jax_hpc.ops.router_gemm.weights import SplitWeight
 
@@ -41,6 +41,7 @@ KERNEL = Kernel(
     unsupported=lambda operands, params: unsupported(operands.x, operands.weight),
     attributes=lambda operands, params: {},
     inputs=lambda operands: (operands.x, operands.weight.parts),
+    preferred=lambda operands, params: heuristics.prefers_kernel(tokens=operands.x.shape[0]),
 )
 
 OPERATOR = Operator(

@@ -8,7 +8,7 @@ import jax
 from jax_hpc._primitive import Fold, Kernel, Operator
 from jax_hpc.ops.route_topk.primitive import options, too_many_experts
 from jax_hpc.ops.router_gemm import primitive as router_gemm
-from jax_hpc.ops.router_topk import reference, xla
+from jax_hpc.ops.router_topk import heuristics, reference, xla
 from jax_hpc.ops.router_topk.signature import Operands, Params, logits_shape, shape_rule
 
 
@@ -19,8 +19,8 @@ def _unsupported(operands: Operands, params: Params) -> str | None:
 
 
 def _attributes(operands: Operands, params: Params) -> Mapping[str, Any]:
-    del operands
-    return {"options": options(params.route), "pdl": params.overlap}
+    overlaps = params.overlap and heuristics.overlaps(operands.x.shape[0])
+    return {"options": options(params.route), "pdl": overlaps}
 
 
 def _inputs(operands: Operands) -> tuple[Any, ...]:
