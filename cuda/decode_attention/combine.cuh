@@ -69,16 +69,6 @@ struct Merged {
       to[0] = v.x, to[1] = v.y;
     }
   }
-  // Of a piece. Past the SM's own cache, where the rehearsal may have left what was there before.
-  __device__ __forceinline__ static void load_piece(float (&to)[kValues], const float* from) {
-    if constexpr (kValues == 4) {
-      const float4 v = __ldcg(reinterpret_cast<const float4*>(from));
-      to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-    } else {
-      const float2 v = __ldcg(reinterpret_cast<const float2*>(from));
-      to[0] = v.x, to[1] = v.y;
-    }
-  }
 
   // Pieces `first`, `first` + stride, ... of a row; several are under way at once.
   __device__ __forceinline__ void add_pieces(const Arguments& a, const CutPair& pair, int row,
@@ -94,8 +84,8 @@ struct Merged {
 #pragma unroll
       for (int i = 0; i < kPiecesAtOnce; ++i) {
         if (begin + i * stride < pair.pieces) {
-          states[i] = __ldcg(a.partial_state + at);
-          load_piece(sums[i], a.partial_out + at * D + lane * kValues);
+          states[i] = a.partial_state[at];
+          load(sums[i], a.partial_out + at * D + lane * kValues);
         }
         at += hop;
         if (i == 0) hop = int64_t{stride} * pair.step * rows;
@@ -108,20 +98,19 @@ struct Merged {
   }
 
   __device__ __forceinline__ void write(const Arguments& a, int pair, int row,
-                                        bool rehearses) const {
+                                        float value_scale) const {
     const Problem& p = a.problem;
     const int lane = threadIdx.x % kWarpSize;
     const int sequence = a.by_heads.divide(pair);
     const int head = pair - sequence * p.kv_heads;
     const Closing closing =
         close_row(base, total, a.sinks, head * p.group + row - a.by_group.divide(row) * p.group);
-    const float weight = closing.weight * value_scale(a, head);
+    const float weight = closing.weight * value_scale;
     const int64_t at = output_row(a, sequence, head, row);
     uint32_t packed[kValues / 2];
     for (int i = 0; i < kValues / 2; ++i) {
       packed[i] = pack_bf16(values[2 * i] * weight, values[2 * i + 1] * weight);
     }
-    if (rehearses) return;
     __nv_bfloat16* const to = a.out + at * D + lane * kValues;
     if constexpr (kValues == 4) {
       *reinterpret_cast<uint2*>(to) = {packed[0], packed[1]};
@@ -168,8 +157,7 @@ __device__ __forceinline__ RowOfPair place_of(const Arguments& a, int count) {
   return {index, count - index * a.problem.rows()};
 }
 
-// A CTA's turn over its rows. A rehearsal is one on few pieces of the first row of each kind, which
-// writes nothing.
+// A CTA's rows.
 template <int D>
 class Merge {
  public:
@@ -191,16 +179,14 @@ class Merge {
         next_(cut_pair(a, after(place_).index)),
         heavy_pairs_(find_heavy(a, memory.heavy, memory.counts)) {}
 
-  __device__ __forceinline__ void run(bool rehearses) {
+  __device__ __forceinline__ void run() {
 #pragma unroll 1
     for (int i = blockIdx.x; i < heavy_pairs_ * a_.problem.rows(); i += gridDim.x) {
-      merge_heavy(place_of(a_, i), rehearses);
-      if (rehearses) break;
+      merge_heavy(place_of(a_, i));
     }
 #pragma unroll 1
     while (place_.index < candidates(a_)) {
-      merge_light(rehearses);
-      if (rehearses) break;
+      merge_light();
       place_ = after(place_);
       pair_ = next_;
       next_ = cut_pair(a_, after(place_).index);
@@ -216,10 +202,14 @@ class Merge {
     return place.row < rows ? place : RowOfPair{place.index + 1, place.row - rows};
   }
 
+  __device__ __forceinline__ int head_of(const CutPair& pair) const {
+    return pair.pair - a_.by_heads.divide(pair.pair) * a_.problem.kv_heads;
+  }
+
   // By all warps.
-  __device__ __forceinline__ void merge_heavy(RowOfPair place, bool rehearses) {
-    CutPair pair = cut_pair(a_, memory_.heavy[place.index]);
-    if (rehearses) pair.pieces = kPiecesAtOnce;
+  __device__ __forceinline__ void merge_heavy(RowOfPair place) {
+    const CutPair pair = cut_pair(a_, memory_.heavy[place.index]);
+    const float scale = value_scale(a_, head_of(pair));
     Merged<D> part;
     part.add_pieces(a_, pair, place.row, warp_, kCombineWarps);
     if (lane_ == 0) memory_.states[warp_] = {part.base, part.total};
@@ -234,21 +224,17 @@ class Merge {
         Merged<D>::load(other, memory_.sums[w] + lane_ * Merged<D>::kValues);
         part.add(memory_.states[w].x, memory_.states[w].y, other);
       }
-      part.write(a_, pair.pair, place.row, rehearses);
+      part.write(a_, pair.pair, place.row, scale);
     }
     __syncthreads();
   }
 
-  __device__ __forceinline__ void merge_light(bool rehearses) {
-    CutPair pair = pair_;
-    if (rehearses) {
-      pair.pieces = 1;
-    } else if (pair.pieces < 2 || (heavy_pairs_ > 0 && pair.pieces > kPiecesAtOnce)) {
-      return;
-    }
+  __device__ __forceinline__ void merge_light() const {
+    if (pair_.pieces < 2 || (heavy_pairs_ > 0 && pair_.pieces > kPiecesAtOnce)) return;
+    const float scale = value_scale(a_, head_of(pair_));  // on its way beside the pieces
     Merged<D> whole;
-    whole.add_pieces(a_, pair, place_.row, 0, 1);
-    whole.write(a_, pair.pair, place_.row, rehearses);
+    whole.add_pieces(a_, pair_, place_.row, 0, 1);
+    whole.write(a_, pair_.pair, place_.row, scale);
   }
 
   const Arguments& a_;
@@ -266,16 +252,11 @@ template <int D>
 __global__ void __maxnreg__(kCombineRegisters) combine_kernel(const __grid_constant__ Arguments a) {
   __shared__ typename Merge<D>::Memory memory;
   static_assert(sizeof memory <= (kMergeKib - 1) * 1024);
-  // Before the wait: what kernels before the attention have written, and no other; of the pieces
-  // whatever they hold by then, to no effect.
+  // Before the wait: what kernels before the attention have written, and no other.
   if (threadIdx.x == 0) prefetch_scales(a);
   Merge<D> merge(a, memory);
-#pragma unroll 1
-  for (int rehearses = keep(1);; rehearses = keep(0)) {
-    merge.run(rehearses != 0);
-    if (rehearses == 0) break;
-    wait_for_previous_kernel();
-  }
+  wait_for_previous_kernel();
+  merge.run();
 }
 
 }  // namespace jax_hpc::decode_attention

@@ -21,37 +21,36 @@ class Consumer {
         thread_(thread),
         lane_(thread.lane),
         row_tokens_(a, (thread.warp & (a.row_groups - 1)) * 8 * N),
-        token_warp_(thread.warp >> log2(a.row_groups)),
-        groups_(kTileTokens / kGroup * a.row_groups >> log2(a.warps)),
+        token_warp_((thread.warp & (a.team_warps - 1)) >> log2(a.row_groups)),
+        groups_(kTileTokens / kGroup * a.row_groups >> log2(a.team_warps)),
+        own_tile_(thread.warp < a.team_warps),
         key_offset_(Half::offset(lane_ % 16, lane_ / 16)),
         value_offset_(Half::offset(Cache::value_token(lane_), Cache::value_column(lane_))),
         part_tokens_(min(a.problem.page_size, kTileTokens)) {}
 
   __device__ __forceinline__ void run() {
-    if (thread_.warp == 0) prefetch_scales(a_);
-    // The first turn is a rehearsal on whatever lies behind the ring: code that the SM has not met
-    // yet comes while nothing else has, and takes longer than the arithmetic.
-#pragma unroll 1
-    for (;; rehearses_ = keep(0)) {
+    if (thread_.warp == 0 && a_.sinks != nullptr) prefetch(a_.sinks);
+    for (;;) {
+      wait(shared_.query_full(turn_.stage()), turn_.parity());
       const Task& task = shared_.tasks[turn_.index];
-      int tiles = 1;
-      int token = 0;
-      int length = kTileTokens + a_.problem.q_len;  // every row sees the whole tile
-      if (rehearses_ == 0) {
-        wait(shared_.query_full(turn_.stage()), turn_.parity());
-        tiles = task.tiles;
-        if (tiles < 0) return;
-        token = task.first_token;
-        length = task.length;
-      }
-      load_query(task);
+      const int tiles = task.tiles;
+      if (tiles < 0) return;
+      query_.load(a_, shared_, turn_, row_tokens_.first, lane_);
+      release(shared_.query_empty(turn_.stage()));
       rows_.reset();
-      const Sight sight(a_.problem, length);
-      for (int i = 0; i < tiles; ++i, token += kTileTokens) take_tile(sight, token);
-      // The first task's is stage 0.
-      const int place = rehearses_ != 0 ? 1 : turn_.stage();
-      Ending<Cache, D, N>(a_, shared_, task, place, thread_, rehearses_ != 0).run(rows_);
-      if (rehearses_ == 0) turn_.advance();
+      const Sight sight(a_.problem, task.length);
+      int token = task.first_token;
+      for (int i = 0; i < tiles; ++i, token += kTileTokens) {
+        if (own_tile_) {
+          take_tile(sight, token);
+        } else {
+          ring_.advance(a_.slots);
+          ring_.advance(a_.slots);
+        }
+        if (a_.team_warps < a_.warps) own_tile_ = !own_tile_;
+      }
+      Ending<Cache, D, N>(a_, shared_, task, turn_, thread_).run(rows_);
+      turn_.advance();
     }
   }
 
@@ -64,38 +63,15 @@ class Consumer {
     if (lane_ == 0) arrive(barrier);
   }
 
-  __device__ __forceinline__ void load_query(const Task& task) {
-    int head = 0;
-    const uint8_t* rows = reinterpret_cast<const uint8_t*>(shared_.merge);
-    const float* scales = shared_.merge;
-    if (rehearses_ == 0) {
-      const int row = turn_.stage() * 8 * N * a_.row_groups + row_tokens_.first;
-      head = task.head;
-      rows = shared_.query + row * shared_.query_stride;
-      scales = shared_.query_scale + row;
-    }
-    query_.load(a_, head, rows, scales, shared_.query_stride, lane_);
-    if (rehearses_ == 0) release(shared_.query_empty(turn_.stage()));
-  }
-
-  // The ring's next half tile. The rehearsal's is the place behind it, whose barriers no one else
-  // uses: of one that was never filled, the phase of parity 1 counts as over.
-  struct Half_ {
-    int slot;
-    uint32_t parity;
-  };
-  __device__ __forceinline__ Half_ next_half() {
-    if (rehearses_ != 0) return {a_.slots, 1};
-    const Half_ half{ring_.index(a_.slots), ring_.parity(a_.slots)};
-    ring_.advance(a_.slots);
-    return half;
-  }
-
   __device__ __forceinline__ void take_tile(const Sight& sight, int first_token) {
-    const auto [k, k_parity] = next_half();
-    const auto [v, v_parity] = next_half();
+    const int k = ring_.index(a_.slots);
+    const uint32_t k_parity = ring_.parity(a_.slots);
+    ring_.advance(a_.slots);
+    const int v = ring_.index(a_.slots);
+    const uint32_t v_parity = ring_.parity(a_.slots);
+    ring_.advance(a_.slots);
     wait(shared_.full(k), k_parity);
-    const uint32_t live = rehearses_ != 0 ? ~0u : shared_.live[k];
+    const uint32_t live = shared_.live[k];
     for (int i = 0; i < groups_; ++i) {
       const int group = token_warp_ * groups_ + i;
       const bool last = i + 1 == groups_;
@@ -279,12 +255,12 @@ class Consumer {
   Thread thread_;
   int lane_;
   RowTokens row_tokens_;
-  int token_warp_;  // among the warps that share out the tokens
+  int token_warp_;  // among the warps of a team that share out the tokens
   int groups_;      // of 16 tokens, of this warp in a tile
+  bool own_tile_;   // the next one is this team's
   int key_offset_;
   int value_offset_;
   int part_tokens_;
-  int rehearses_ = keep(1);
   Place ring_;
   Turn turn_;
   Query<Cache, D, N> query_;

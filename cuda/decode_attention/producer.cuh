@@ -16,6 +16,7 @@ class Producer {
         shared_(shared),
         lane_(lane),
         page_bits_(a.page_bits),
+        places_(a.slots),
         parts_(max(kTileTokens >> page_bits_, 1)),
         part_tokens_(min(a.problem.page_size, kTileTokens)) {}
 
@@ -108,11 +109,20 @@ class Producer {
   }
 
   __device__ __forceinline__ void send_query(int sequence, int head) const {
+    if (Cache::kBytes == 1 && lane_ == 0) copy_scales_of(head);
     if (Cache::kBytes == 1 && a_.problem.fp8_query) {
       copy_query<1>(sequence, head, turn_.stage());
     } else {
       copy_query<2>(sequence, head, turn_.stage());
     }
+  }
+
+  __device__ __forceinline__ void copy_scales_of(int head) const {
+    const ScaleKind keys = a_.problem.k_scale;
+    const ScaleKind values = a_.problem.v_scale;
+    const SharedAddress to = shared_address(shared_.scales + turn_.index);
+    if (is_common(keys)) copy_4(to, a_.k_scale + (keys == ScaleKind::kHead ? head : 0));
+    if (is_common(values)) copy_4(to + 4, a_.v_scale + (values == ScaleKind::kHead ? head : 0));
   }
 
   // The task, whose query is on its way: consumers may begin it.
@@ -162,7 +172,8 @@ class Producer {
     for (int half = 0; half < 2; ++half) {
       const bool scales = half == 0 && a_.problem.k_scale == ScaleKind::kToken;
       const int slot = ring_.index(a_.slots);
-      wait(shared_.empty(slot), ring_.parity(a_.slots) ^ 1);
+      const Place before = ring_.before(places_, a_.slots);
+      wait(shared_.empty(before.index(a_.slots)), before.parity(a_.slots));
       if (lane_ == 0) {
         shared_.live[slot] = groups_of(exist);
         arrive_expecting(shared_.full(slot),
@@ -176,6 +187,7 @@ class Producer {
       }
       ring_.advance(a_.slots);
     }
+    if (--early_tiles_ == 0) places_ = a_.later_slots;
   }
 
   // Which groups of 16 tokens lie on the parts of a tile that exist.
@@ -202,6 +214,8 @@ class Producer {
   const Shared& shared_;
   int lane_;
   int page_bits_;
+  int places_;  // of the ring that are in use
+  int early_tiles_ = kEarlyTiles;
   int parts_;          // pages of a tile
   int part_tokens_;    // of a page that belong to one tile
   Task task_{};        // whose tiles are asked for

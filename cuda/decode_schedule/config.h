@@ -12,6 +12,7 @@ constexpr int kTaskCost = 16;
 constexpr int kTaskCostFp8 = 24;
 constexpr int kMinCtaCost = 32;  // floor on the work of a CTA
 constexpr int kEmptyCost = 1;
+constexpr int kWholeTiles = 8;  // where no pair has more, none is cut
 constexpr int kAxisBits = 30;
 constexpr int kMaxCtas = 1 << 20;
 

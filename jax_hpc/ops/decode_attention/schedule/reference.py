@@ -13,6 +13,7 @@ from jax_hpc.ops.decode_attention.schedule.heuristics import (
     MIN_CTA_COST,
     TILE_COST,
     TILE_TOKENS,
+    WHOLE_TILES,
     task_cost,
 )
 from jax_hpc.ops.decode_attention.schedule.signature import Operands, Params, Results
@@ -38,7 +39,7 @@ def decode_schedule(operands: Operands, params: Params) -> Results:
     offset = cuts - (ends[sequence] - cost[sequence] * heads)
     head, within = jnp.divmod(offset, cost[sequence])
     tile = ((within << shift) - task + TILE_COST // 2) // TILE_COST
-    tile = jnp.clip(tile, 0, tiles[sequence])
+    tile = jnp.where(tiles.max() > WHOLE_TILES, jnp.clip(tile, 0, tiles[sequence]), 0)
     pair = sequence * heads + head
     # A cut behind a pair's last tile is a cut before the next pair.
     whole = (tile == tiles[sequence]) & (tile > 0)
