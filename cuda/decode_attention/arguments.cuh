@@ -28,8 +28,10 @@ struct Arguments {
   float cap_unit;     // what makes a score over the cap the argument of tanh's exponential of 2
   int column_tiles;
   int row_groups;
+  int team_warps;
   int warps;
   int slots;
+  int later_slots;
   int page_bits;  // page_size = 2^page_bits
   const void* q;
   const int* page_table;
@@ -46,6 +48,11 @@ struct Arguments {
   float* partial_out;
   float2* partial_state;
 };
+
+// Whether all tokens of a head have the same scale.
+__device__ __forceinline__ bool is_common(ScaleKind kind) {
+  return kind == ScaleKind::kTensor || kind == ScaleKind::kHead;
+}
 
 // Asks for the few values that every task needs.
 __device__ __forceinline__ void prefetch_scales(const Arguments& a) {
@@ -77,7 +84,7 @@ __device__ __forceinline__ Closing close_row(float base, float total, const floa
 }
 
 __device__ __forceinline__ float value_scale(const Arguments& a, int head) {
-  if (a.problem.v_scale == ScaleKind::kNone) return 1;
+  if (!is_common(a.problem.v_scale)) return 1;
   return a.v_scale[a.problem.v_scale == ScaleKind::kHead ? head : 0];
 }
 

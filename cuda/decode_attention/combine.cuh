@@ -1,8 +1,6 @@
 // The merge of cut pairs: pieces' sums of values, by log-sum-exp, in the order of the pieces.
 #pragma once
 
-#include <climits>
-
 #include "decode_attention/arguments.cuh"
 #include "decode_attention/tasks.cuh"
 
@@ -10,6 +8,7 @@ namespace jax_hpc::decode_attention {
 
 constexpr int kCombineWarps = 8;
 constexpr int kCombineThreads = kCombineWarps * kWarpSize;
+constexpr int kCombineRegisters = 104;  // what two CTAs of the attention leave free of an SM's
 constexpr int kPiecesAtOnce = 6;
 // A row of more pieces than a warp reads at once takes all warps of a CTA. A cut pair has one
 // CTA's span for each piece but the first, so there are at most a sixth as many of them.
@@ -30,7 +29,9 @@ __device__ __forceinline__ int candidates(const Arguments& a) {
   return a.cut.splits > 0 ? a.problem.batch * a.problem.kv_heads : a.cut.num_ctas;
 }
 
+// None for an index beyond the last.
 __device__ __forceinline__ CutPair cut_pair(const Arguments& a, int index) {
+  if (index >= candidates(a)) return {};
   if (a.cut.splits > 0) {
     const Problem& p = a.problem;
     const int length = max(a.kv_lens[a.by_heads.divide(index)], 0);
@@ -96,14 +97,15 @@ struct Merged {
     }
   }
 
-  __device__ __forceinline__ void write(const Arguments& a, int pair, int row) const {
+  __device__ __forceinline__ void write(const Arguments& a, int pair, int row,
+                                        float value_scale) const {
     const Problem& p = a.problem;
     const int lane = threadIdx.x % kWarpSize;
     const int sequence = a.by_heads.divide(pair);
     const int head = pair - sequence * p.kv_heads;
     const Closing closing =
         close_row(base, total, a.sinks, head * p.group + row - a.by_group.divide(row) * p.group);
-    const float weight = closing.weight * value_scale(a, head);
+    const float weight = closing.weight * value_scale;
     const int64_t at = output_row(a, sequence, head, row);
     uint32_t packed[kValues / 2];
     for (int i = 0; i < kValues / 2; ++i) {
@@ -119,24 +121,29 @@ struct Merged {
   }
 };
 
-// The heavy cut pairs in order, found by warp 0; their number.
-__device__ __forceinline__ int find_heavy(const Arguments& a, int* heavy, int* count) {
+// The heavy cut pairs in order, found by all warps; their number.
+__device__ __forceinline__ int find_heavy(const Arguments& a, int* heavy, int* counts) {
   const int size = candidates(a);
-  if (threadIdx.x < kWarpSize) {
-    const int lane = threadIdx.x;
-    int found = 0;
-    const bool search = a.cut.splits == 0 && size <= kMostSearched;
+  if (a.cut.splits > 0 || size > kMostSearched) return 0;
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  int found = 0;
 #pragma unroll 1
-    for (int i = lane; search && i - lane < size; i += kWarpSize) {
-      const bool is_heavy = i < size && cut_pair(a, i).pieces > kPiecesAtOnce;
-      const uint32_t mask = __ballot_sync(~0u, is_heavy);
-      if (is_heavy) heavy[found + __popc(mask & ((1u << lane) - 1))] = i;
-      found += __popc(mask);
+  for (int begin = 0; begin < size; begin += kCombineThreads) {
+    const int i = begin + threadIdx.x;
+    const bool is_heavy = i < size && a.merge_last[i] - i >= kPiecesAtOnce;
+    const uint32_t mask = __ballot_sync(~0u, is_heavy);
+    if (lane == 0) counts[warp] = __popc(mask);
+    __syncthreads();
+    int place = found + __popc(mask & ((1u << lane) - 1));
+    for (int w = 0; w < kCombineWarps; ++w) {
+      if (w < warp) place += counts[w];
+      found += counts[w];
     }
-    if (lane == 0) *count = found;
+    if (is_heavy) heavy[place] = i;
+    __syncthreads();
   }
-  __syncthreads();
-  return *count;
+  return found;
 }
 
 // A row of a cut pair, counted over all of them.
@@ -150,62 +157,106 @@ __device__ __forceinline__ RowOfPair place_of(const Arguments& a, int count) {
   return {index, count - index * a.problem.rows()};
 }
 
+// A CTA's rows.
 template <int D>
-__global__ void __launch_bounds__(kCombineThreads, 3)
-    combine_kernel(const __grid_constant__ Arguments a) {
-  __shared__ int heavy[kMostHeavy];
-  __shared__ int num_heavy;
-  __shared__ float2 states[kCombineWarps];
-  __align__(16) __shared__ float sums[kCombineWarps][D];
-  static_assert(sizeof heavy + sizeof states + sizeof sums + 16 <= (kMergeKib - 1) * 1024);
-  const int warp = threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
-  const int rows = a.problem.rows();
-  // Before the wait: what kernels before the attention have written, and no other.
-  if (threadIdx.x == 0) prefetch_scales(a);
-  const int heavy_pairs = find_heavy(a, heavy, &num_heavy);
-  // A warp's rows, of all pairs' in order, lie this far apart.
-  const int stride = static_cast<int>(gridDim.x) * kCombineWarps;
-  const RowOfPair stride_of = place_of(a, stride);
-  RowOfPair place = place_of(a, static_cast<int>(blockIdx.x) * kCombineWarps + warp);
-  CutPair pair{};
-  if (place.index < candidates(a)) pair = cut_pair(a, place.index);
-  wait_for_previous_kernel();
+class Merge {
+ public:
+  struct Memory {
+    int heavy[kMostHeavy];
+    int counts[kCombineWarps];
+    float2 states[kCombineWarps];
+    alignas(16) float sums[kCombineWarps][D];
+  };
+
+  __device__ __forceinline__ Merge(const Arguments& a, Memory& memory)
+      : a_(a),
+        memory_(memory),
+        warp_(threadIdx.x / kWarpSize),
+        lane_(threadIdx.x % kWarpSize),
+        stride_(place_of(a, static_cast<int>(gridDim.x) * kCombineWarps)),
+        place_(place_of(a, static_cast<int>(blockIdx.x) * kCombineWarps + warp_)),
+        pair_(cut_pair(a, place_.index)),
+        next_(cut_pair(a, after(place_).index)),
+        heavy_pairs_(find_heavy(a, memory.heavy, memory.counts)) {}
+
+  __device__ __forceinline__ void run() {
 #pragma unroll 1
-  for (int i = blockIdx.x; i < heavy_pairs * rows; i += gridDim.x) {
-    const RowOfPair at = place_of(a, i);
-    const CutPair whole = cut_pair(a, heavy[at.index]);
+    for (int i = blockIdx.x; i < heavy_pairs_ * a_.problem.rows(); i += gridDim.x) {
+      merge_heavy(place_of(a_, i));
+    }
+#pragma unroll 1
+    while (place_.index < candidates(a_)) {
+      merge_light();
+      place_ = after(place_);
+      pair_ = next_;
+      next_ = cut_pair(a_, after(place_).index);
+    }
+  }
+
+ private:
+  // A warp's rows, of all pairs' in order, lie a stride apart.
+  __device__ __forceinline__ RowOfPair after(RowOfPair place) const {
+    const int rows = a_.problem.rows();
+    place.index += stride_.index;
+    place.row += stride_.row;
+    return place.row < rows ? place : RowOfPair{place.index + 1, place.row - rows};
+  }
+
+  __device__ __forceinline__ int head_of(const CutPair& pair) const {
+    return pair.pair - a_.by_heads.divide(pair.pair) * a_.problem.kv_heads;
+  }
+
+  // By all warps.
+  __device__ __forceinline__ void merge_heavy(RowOfPair place) {
+    const CutPair pair = cut_pair(a_, memory_.heavy[place.index]);
+    const float scale = value_scale(a_, head_of(pair));
     Merged<D> part;
-    part.add_pieces(a, whole, at.row, warp, kCombineWarps);
-    if (lane == 0) states[warp] = {part.base, part.total};
+    part.add_pieces(a_, pair, place.row, warp_, kCombineWarps);
+    if (lane_ == 0) memory_.states[warp_] = {part.base, part.total};
     for (int j = 0; j < Merged<D>::kValues; ++j) {
-      sums[warp][lane * Merged<D>::kValues + j] = part.values[j];
+      memory_.sums[warp_][lane_ * Merged<D>::kValues + j] = part.values[j];
     }
     __syncthreads();
-    if (warp == 0) {
+    if (warp_ == 0) {
 #pragma unroll 1
       for (int w = 1; w < kCombineWarps; ++w) {
         float other[Merged<D>::kValues];
-        Merged<D>::load(other, sums[w] + lane * Merged<D>::kValues);
-        part.add(states[w].x, states[w].y, other);
+        Merged<D>::load(other, memory_.sums[w] + lane_ * Merged<D>::kValues);
+        part.add(memory_.states[w].x, memory_.states[w].y, other);
       }
-      part.write(a, whole.pair, at.row);
+      part.write(a_, pair.pair, place.row, scale);
     }
     __syncthreads();
   }
-  const int most = heavy_pairs > 0 ? kPiecesAtOnce : INT_MAX;
-#pragma unroll 1
-  while (place.index < candidates(a)) {
-    if (pair.pieces >= 2 && pair.pieces <= most) {
-      Merged<D> whole;
-      whole.add_pieces(a, pair, place.row, 0, 1);
-      whole.write(a, pair.pair, place.row);
-    }
-    place.index += stride_of.index;
-    place.row += stride_of.row;
-    if (place.row >= rows) place = {place.index + 1, place.row - rows};
-    if (place.index < candidates(a)) pair = cut_pair(a, place.index);
+
+  __device__ __forceinline__ void merge_light() const {
+    if (pair_.pieces < 2 || (heavy_pairs_ > 0 && pair_.pieces > kPiecesAtOnce)) return;
+    const float scale = value_scale(a_, head_of(pair_));  // on its way beside the pieces
+    Merged<D> whole;
+    whole.add_pieces(a_, pair_, place_.row, 0, 1);
+    whole.write(a_, pair_.pair, place_.row, scale);
   }
+
+  const Arguments& a_;
+  Memory& memory_;
+  int warp_;
+  int lane_;
+  RowOfPair stride_;
+  RowOfPair place_;
+  CutPair pair_;
+  CutPair next_;
+  int heavy_pairs_;
+};
+
+template <int D>
+__global__ void __maxnreg__(kCombineRegisters) combine_kernel(const __grid_constant__ Arguments a) {
+  __shared__ typename Merge<D>::Memory memory;
+  static_assert(sizeof memory <= (kMergeKib - 1) * 1024);
+  // Before the wait: what kernels before the attention have written, and no other.
+  if (threadIdx.x == 0) prefetch_scales(a);
+  Merge<D> merge(a, memory);
+  wait_for_previous_kernel();
+  merge.run();
 }
 
 }  // namespace jax_hpc::decode_attention

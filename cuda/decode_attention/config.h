@@ -1,6 +1,7 @@
 // What a decode attention is, and how a CTA holds it: plain structs.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "decode_schedule/config.h"
@@ -66,17 +67,22 @@ struct Cut {
 constexpr int kMostRows = 128;
 constexpr int kMostSlots = 24;
 constexpr int kMostWarps = 8;
-constexpr int kMergeKib = 8;  // shared memory of a CTA of the merge, of which 1 is the system's
+constexpr int kEarlyTiles = 32;
+constexpr int kNarrowWarps = 4;  // with one column tile
+constexpr int kMergeKib = 8;     // shared memory of a CTA of the merge, of which 1 is the system's
 
 // Query rows are the columns of the tensor cores' products. A consumer warp holds `column_tiles`
 // times eight of them, and the warps of a CTA share out `row_groups` such blocks; warps of one
-// group share out the tokens. A producer warp comes on top.
+// group share out the tokens: those of a team a tile's, two teams tile by tile. A producer warp
+// comes on top.
 struct Config {
   int column_tiles;
   int row_groups;
-  int warps;  // consumers; a multiple of row_groups
+  int team_warps;  // a multiple of row_groups
+  int warps;       // consumers: one team or two
   int ctas_per_sm;
-  int slots;  // of the ring: half tiles (64 tokens of K or of V)
+  int slots;        // of the ring: half tiles (64 tokens of K or of V)
+  int later_slots;  // of them in use once kEarlyTiles have been asked for
   int shared_bytes;
 
   __host__ __device__ int row_tile() const { return 8 * column_tiles * row_groups; }
@@ -91,11 +97,12 @@ struct Layout {
   static constexpr int kQueryEmpty = kQueryFull + 2 * 8;
   static constexpr int kLive = kQueryEmpty + 2 * 8;
   static constexpr int kTasks = kLive + kMostSlots * 4;
+  static constexpr int kScales = kTasks + 4 * 32;
   static constexpr int kState = 1024;
   static constexpr int kStateBytes = kMostWarps * 2 * 8 * 8;
   static constexpr int kQueryScale = kState + 2 * kStateBytes;
   static constexpr int kRing = kQueryScale + 2 * kMostRows * 4;
-  static_assert(kTasks + 4 * 32 <= kState && kRing % 1024 == 0);
+  static_assert(kScales + 4 * 8 <= kState && kRing % 1024 == 0);
 
   int merge;
   int query;
@@ -103,11 +110,17 @@ struct Layout {
   int token_scale;
   int end;
 
+  // Where the warps' sums lie at the end of a task: with one column tile, of two tasks by turns.
+  __host__ __device__ static constexpr int merge_places(int column_tiles) {
+    return column_tiles == 1 ? 2 : 1;
+  }
+
   __host__ __device__ static Layout of(int head_dim, int cache_bytes, int query_bytes, int warps,
-                                       int row_tile, int slots, bool token_scales) {
+                                       int column_tiles, int row_tile, int slots,
+                                       bool token_scales) {
     Layout l{};
     l.merge = kRing + slots * kTileTokens * head_dim * cache_bytes;
-    l.query = l.merge + warps * 8 * (head_dim + 4) * 4;
+    l.query = l.merge + merge_places(column_tiles) * warps * 8 * (head_dim + 4) * 4;
     l.query_stride = head_dim * query_bytes + 16;
     l.token_scale = l.query + 2 * row_tile * l.query_stride;
     l.end = l.token_scale + (token_scales ? slots * kTileTokens * 4 : 0);
@@ -120,19 +133,32 @@ inline Config choose(const Problem& p) {
   // costs one more, leave a CTA of the merge room beside them: so it starts while they still run.
   constexpr int kSharedOfTwo = (228 - kMergeKib) / 2 * 1024 - 1024;
   constexpr int kSharedOfOne = (228 - kMergeKib) * 1024 - 1024;
+  // A short span is over sooner with more under way than the memory needs. In a long one SMs would
+  // get unequal shares of the memory by it, and end far apart.
+  constexpr int kRingOfTwo = 48 * 1024;
+  constexpr int kRingOfOne = 96 * 1024;
+  constexpr int kLaterRingOfTwo = 32 * 1024;
+  constexpr int kLaterRingOfOne = 48 * 1024;
   Config c{};
   const int rows = p.rows();
   c.column_tiles = rows <= 8 ? 1 : 2;
   c.row_groups = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 64 ? 4 : 8;
   c.warps = rows <= 64 ? 4 : 8;
-  c.ctas_per_sm = rows <= 64 ? 2 : 1;
+  c.team_warps = c.warps;
+  // Four warps are enough for all that an SM reads of bf16.
+  c.ctas_per_sm = rows > 64 || (rows <= 8 && !p.fp8_cache) ? 1 : 2;
   const int budget = c.ctas_per_sm == 2 ? kSharedOfTwo : kSharedOfOne;
-  for (c.slots = kMostSlots; c.slots > 2; --c.slots) {
-    c.shared_bytes = Layout::of(p.head_dim, p.fp8_cache ? 1 : 2, p.fp8_query ? 1 : 2, c.warps,
-                                c.row_tile(), c.slots, p.k_scale == ScaleKind::kToken)
-                         .end;
+  const int slot_bytes = kTileTokens * p.head_dim * (p.fp8_cache ? 1 : 2);
+  const int ring = c.ctas_per_sm == 2 ? kRingOfTwo : rows <= 8 ? kRingOfOne : budget;
+  for (c.slots = std::min(kMostSlots, ring / slot_bytes); c.slots > 2; --c.slots) {
+    c.shared_bytes =
+        Layout::of(p.head_dim, p.fp8_cache ? 1 : 2, p.fp8_query ? 1 : 2, c.warps, c.column_tiles,
+                   c.row_tile(), c.slots, p.k_scale == ScaleKind::kToken)
+            .end;
     if (c.shared_bytes <= budget) break;
   }
+  const int later = c.ctas_per_sm == 2 ? kLaterRingOfTwo : kLaterRingOfOne;
+  c.later_slots = std::min(c.slots, std::max(later / slot_bytes, 3));
   return c;
 }
 

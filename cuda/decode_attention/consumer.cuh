@@ -21,26 +21,35 @@ class Consumer {
         thread_(thread),
         lane_(thread.lane),
         row_tokens_(a, (thread.warp & (a.row_groups - 1)) * 8 * N),
-        token_warp_(thread.warp >> log2(a.row_groups)),
-        groups_(kTileTokens / kGroup * a.row_groups >> log2(a.warps)),
+        token_warp_((thread.warp & (a.team_warps - 1)) >> log2(a.row_groups)),
+        groups_(kTileTokens / kGroup * a.row_groups >> log2(a.team_warps)),
+        own_tile_(thread.warp < a.team_warps),
         key_offset_(Half::offset(lane_ % 16, lane_ / 16)),
         value_offset_(Half::offset(Cache::value_token(lane_), Cache::value_column(lane_))),
         part_tokens_(min(a.problem.page_size, kTileTokens)) {}
 
   __device__ __forceinline__ void run() {
-    if (thread_.warp == 0) prefetch_scales(a_);
+    if (thread_.warp == 0 && a_.sinks != nullptr) prefetch(a_.sinks);
     for (;;) {
       wait(shared_.query_full(turn_.stage()), turn_.parity());
       const Task& task = shared_.tasks[turn_.index];
       const int tiles = task.tiles;
       if (tiles < 0) return;
-      query_.load(a_, shared_, turn_.stage(), task.head, row_tokens_.first, lane_);
-      rows_.reset();
+      query_.load(a_, shared_, turn_, row_tokens_.first, lane_);
       release(shared_.query_empty(turn_.stage()));
+      rows_.reset();
       const Sight sight(a_.problem, task.length);
       int token = task.first_token;
-      for (int i = 0; i < tiles; ++i, token += kTileTokens) take_tile(sight, token);
-      Ending<Cache, D, N>(a_, shared_, task, turn_.stage(), thread_).run(rows_);
+      for (int i = 0; i < tiles; ++i, token += kTileTokens) {
+        if (own_tile_) {
+          take_tile(sight, token);
+        } else {
+          ring_.advance(a_.slots);
+          ring_.advance(a_.slots);
+        }
+        if (a_.team_warps < a_.warps) own_tile_ = !own_tile_;
+      }
+      Ending<Cache, D, N>(a_, shared_, task, turn_, thread_).run(rows_);
       turn_.advance();
     }
   }
@@ -246,8 +255,9 @@ class Consumer {
   Thread thread_;
   int lane_;
   RowTokens row_tokens_;
-  int token_warp_;  // among the warps that share out the tokens
+  int token_warp_;  // among the warps of a team that share out the tokens
   int groups_;      // of 16 tokens, of this warp in a tile
+  bool own_tile_;   // the next one is this team's
   int key_offset_;
   int value_offset_;
   int part_tokens_;

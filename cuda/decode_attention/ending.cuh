@@ -8,19 +8,21 @@ namespace jax_hpc::decode_attention {
 template <class Cache, int D, int N>
 class Ending {
  public:
-  // Tasks take turns with two places for the warps' states: a warp may be at the end of the next
-  // task while another still reads those of this one.
   __device__ __forceinline__ Ending(const Arguments& a, const Shared& shared, const Task& task,
-                                    int place, Thread thread)
-      : a_(a),
-        shared_(shared),
-        task_(task),
-        thread_(thread),
-        states_(shared.state + place * (Layout::kStateBytes / int{sizeof(float2)})) {}
+                                    Turn turn, Thread thread)
+      : a_(a), shared_(shared), task_(task), turn_(turn), thread_(thread) {
+    constexpr int kOfPlace = Layout::kStateBytes / int{sizeof(float2)};
+    states_ = shared.state + turn.stage() * kOfPlace;
+    const int place = N == 1 ? turn.stage() : 0;
+    sums_ = shared.merge + place * warps() * 8 * kMergeRow;
+  }
 
+  // Tasks take turns with two places for the warps' states, and with one column tile for their
+  // sums: a warp may be at the end of the next task while another still reads those of this one.
   __device__ __forceinline__ void run(const Rows<Cache, D, N>& rows) const {
     const int lane = thread_.lane;
     float2* const own = states_ + thread_.warp * 8 * N;
+    if constexpr (N == 1) share_sums<0>(rows);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -39,14 +41,19 @@ class Ending {
  private:
   static constexpr int kMergeRow = D + 4;  // floats; the four keep the stores free of conflicts
 
+  // With one column tile the compiler knows them, and unrolls what goes over them.
+  __device__ __forceinline__ int warps() const { return N == 1 ? kNarrowWarps : a_.warps; }
+  __device__ __forceinline__ int row_groups() const { return N == 1 ? 1 : a_.row_groups; }
+
   // By recursion: a loop with barriers is not unrolled, and would index registers.
   template <int n>
   __device__ __forceinline__ void run_tile(const Rows<Cache, D, N>& rows) const {
     if constexpr (n < N) {
-      const int consumers = a_.warps * kWarpSize;
-      consumer_barrier(consumers);  // states are there, or the tile before has been read
-      share_sums<n>(rows);
-      consumer_barrier(consumers);
+      if constexpr (N > 1) {
+        consumer_barrier(warps() * kWarpSize);  // the tile before has been read
+        share_sums<n>(rows);
+      }
+      consumer_barrier(warps() * kWarpSize);
       write_rows(n);
       run_tile<n + 1>(rows);
     }
@@ -56,28 +63,18 @@ class Ending {
   __device__ __forceinline__ float2 state_of(int warp, int n, int row) const {
     return states_[warp * 8 * N + 8 * n + row];
   }
-  __device__ __forceinline__ float common_base(int row_group, int n, int row) const {
-    float base = kNoBase;
-    for (int w = row_group; w < a_.warps; w += a_.row_groups) {
-      base = fmaxf(base, state_of(w, n, row).x);
-    }
-    return base;
-  }
 
   template <int n>
   __device__ __forceinline__ void share_sums(const Rows<Cache, D, N>& rows) const {
-    const int warp = thread_.warp;
     const int lane = thread_.lane;
-    const int row_group = warp & (a_.row_groups - 1);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int row = lane % 4 * 2 + c;
-      const float shrink = power_of_2(rows.base[n][c] - common_base(row_group, n, row));
-      float* const to = shared_.merge + (warp * 8 + row) * kMergeRow + Cache::first_dim(lane);
+      float* const to = sums_ + (thread_.warp * 8 + row) * kMergeRow + Cache::first_dim(lane);
 #pragma unroll
       for (int m = 0; m < D / 16; ++m) {
-        const float first = rows.sum[m][n][c] * shrink;
-        const float second = rows.sum[m][n][c + 2] * shrink;
+        const float first = rows.sum[m][n][c];
+        const float second = rows.sum[m][n][c + 2];
         if constexpr (Cache::kSecondDim == 1) {
           *reinterpret_cast<float2*>(to + 16 * m) = {first, second};
         } else {
@@ -88,67 +85,72 @@ class Ending {
     }
   }
 
-  // Every thread takes eight neighbouring values of a row, of all warps that have some.
+  // Every thread takes four neighbouring values of a row, of all warps that have some.
   __device__ __forceinline__ void write_rows(int n) const {
-    constexpr int kUnits = D / 8;
-    for (int i = thread_.warp * kWarpSize + thread_.lane; i < a_.row_groups * 8 * kUnits;
-         i += a_.warps * kWarpSize) {
+    constexpr int kUnits = D / 4;
+    for (int i = thread_.warp * kWarpSize + thread_.lane; i < row_groups() * 8 * kUnits;
+         i += warps() * kWarpSize) {
       const int unit = i % kUnits;
       const int tile_row = i / kUnits % 8;
-      const int row_group = i / (kUnits * 8);
+      const int row_group = N == 1 ? 0 : i / (kUnits * 8);
       const int row = (row_group * N + n) * 8 + tile_row;
       if (row >= a_.problem.rows()) continue;
-      const float base = common_base(row_group, n, tile_row);
+      float base = kNoBase;
+#pragma unroll
+      for (int w = row_group; w < warps(); w += row_groups()) {
+        base = fmaxf(base, state_of(w, n, tile_row).x);
+      }
       float total = 0;
-      float values[8] = {};
-      for (int w = row_group; w < a_.warps; w += a_.row_groups) {
+      float4 sum{0, 0, 0, 0};
+#pragma unroll
+      for (int w = row_group; w < warps(); w += row_groups()) {
         const float2 state = state_of(w, n, tile_row);
-        total += power_of_2(state.x - base) * state.y;
-        const float4* const from = reinterpret_cast<const float4*>(
-            shared_.merge + (w * 8 + tile_row) * kMergeRow + unit * 8);
-        const float4 low = from[0];
-        const float4 high = from[1];
-        values[0] += low.x, values[1] += low.y, values[2] += low.z, values[3] += low.w;
-        values[4] += high.x, values[5] += high.y, values[6] += high.z, values[7] += high.w;
+        const float shrink = power_of_2(state.x - base);
+        const float4 part =
+            *reinterpret_cast<const float4*>(sums_ + (w * 8 + tile_row) * kMergeRow + unit * 4);
+        total = fmaf(shrink, state.y, total);
+        sum.x = fmaf(shrink, part.x, sum.x);
+        sum.y = fmaf(shrink, part.y, sum.y);
+        sum.z = fmaf(shrink, part.z, sum.z);
+        sum.w = fmaf(shrink, part.w, sum.w);
       }
       if (task_.slot >= 0) {
-        write_partial(row, unit, base, total, values);
+        write_partial(row, unit, base, total, sum);
       } else {
-        write_output(row, unit, base, total, values);
+        write_output(row, unit, base, total, sum);
       }
     }
   }
 
   __device__ __forceinline__ void write_partial(int row, int unit, float base, float total,
-                                                const float (&values)[8]) const {
+                                                float4 sum) const {
     const int64_t at = int64_t{task_.slot} * a_.problem.rows() + row;
-    float4* const to = reinterpret_cast<float4*>(a_.partial_out + at * D + unit * 8);
-    to[0] = {values[0], values[1], values[2], values[3]};
-    to[1] = {values[4], values[5], values[6], values[7]};
+    *reinterpret_cast<float4*>(a_.partial_out + at * D + unit * 4) = sum;
     if (unit == 0) a_.partial_state[at] = {base, total};
   }
 
   __device__ __forceinline__ void write_output(int row, int unit, float base, float total,
-                                               const float (&values)[8]) const {
+                                               float4 sum) const {
     const int q_head =
         task_.head * a_.problem.group + row - a_.by_group.divide(row) * a_.problem.group;
     const Closing closing = close_row(base, total, a_.sinks, q_head);
-    const float weight = closing.weight * value_scale(a_, task_.head);
+    float weight = closing.weight;
+    if (Cache::kBytes == 1 && is_common(a_.problem.v_scale)) {
+      weight *= shared_.scales[turn_.index].values;
+    }
     const int64_t at = output_row(a_, task_.sequence, task_.head, row);
-    uint4 packed;
-    packed.x = pack_bf16(values[0] * weight, values[1] * weight);
-    packed.y = pack_bf16(values[2] * weight, values[3] * weight);
-    packed.z = pack_bf16(values[4] * weight, values[5] * weight);
-    packed.w = pack_bf16(values[6] * weight, values[7] * weight);
-    *reinterpret_cast<uint4*>(a_.out + at * D + unit * 8) = packed;
+    *reinterpret_cast<uint2*>(a_.out + at * D + unit * 4) = {
+        pack_bf16(sum.x * weight, sum.y * weight), pack_bf16(sum.z * weight, sum.w * weight)};
     if (unit == 0 && a_.lse != nullptr) a_.lse[at] = closing.lse;
   }
 
   const Arguments& a_;
   const Shared& shared_;
   const Task& task_;
+  Turn turn_;
   Thread thread_;
   float2* states_;
+  float* sums_;
 };
 
 }  // namespace jax_hpc::decode_attention

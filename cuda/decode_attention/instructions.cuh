@@ -94,6 +94,11 @@ __device__ __forceinline__ float power_of_2(float x) {
   return result;
 }
 
+// Brings a map for the copy engine, whose first copy would wait for it.
+__device__ __forceinline__ void prefetch_descriptor(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // A tile of an array of rank 4 by the copy engine.
 __device__ __forceinline__ void copy_tile(SharedAddress to, const CUtensorMap* map,
                                           SharedAddress barrier, int x, int y, int z, int w) {

@@ -18,16 +18,21 @@ __global__ void __launch_bounds__(threads_of(N), N == 1 ? 2 : 1)
                      const __grid_constant__ CUtensorMap v_map) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared(
-      memory, Layout::of(D, Cache::kBytes, a.problem.fp8_query ? 1 : 2, a.warps,
+      memory, Layout::of(D, Cache::kBytes, a.problem.fp8_query ? 1 : 2, a.warps, N,
                          8 * N * a.row_groups, a.slots, a.problem.k_scale == ScaleKind::kToken));
   const Thread thread{__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0),
                       keep(static_cast<int>(threadIdx.x) % kWarpSize)};
   if (thread.warp < a.warps) {
-    init_barriers(shared, thread.warp, a.warps);
+    init_barriers(shared, thread.warp, a.warps, a.team_warps);
     wait_for_previous_kernel();
     start_barrier((a.warps + 1) * kWarpSize);
     Consumer<Cache, D, N>(a, shared, thread).run();
   } else {
+    // The producer's first copy would wait for its descriptor.
+    if (elect_one()) {
+      prefetch_descriptor(&k_map);
+      prefetch_descriptor(&v_map);
+    }
     wait_for_previous_kernel();
     Producer<Cache, D>(a, &k_map, &v_map, shared, thread.lane).run();
   }

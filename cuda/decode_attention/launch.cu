@@ -42,8 +42,10 @@ Arguments gather(const Problem& p, const Cut& cut, const Config& config, const B
           .cap_unit = p.cap > 0 ? 2 * kLog2E / p.cap : 0,
           .column_tiles = config.column_tiles,
           .row_groups = config.row_groups,
+          .team_warps = config.team_warps,
           .warps = config.warps,
           .slots = config.slots,
+          .later_slots = config.later_slots,
           .page_bits = std::countr_zero(static_cast<unsigned>(p.page_size)),
           .q = b.q,
           .page_table = b.page_table,
@@ -61,25 +63,26 @@ Arguments gather(const Problem& p, const Cut& cut, const Config& config, const B
           .partial_state = reinterpret_cast<float2*>(b.partial_state)};
 }
 
-// CTAs of pieces of `splits`: what fits on the device at once, or fewer.
-cudaError_t count_ctas(const Problem& p, const Cut& cut, const Config& config, int* ctas) {
+cudaError_t count_sms(int* num_sms) {
   int device = 0;
-  int num_sms = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  }
-  const int64_t pieces = int64_t{p.batch} * p.kv_heads * std::max(cut.splits, 1);
-  *ctas = static_cast<int>(std::min<int64_t>(pieces, num_sms * config.ctas_per_sm));
-  return status;
+  const cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  return cudaDeviceGetAttribute(num_sms, cudaDevAttrMultiProcessorCount, device);
 }
 
-cudaError_t launch_combine(const Arguments& a, bool overlaps, cudaStream_t stream) {
-  constexpr int kMostCtas = 396;
+// CTAs of pieces of `splits`: what fits on the device at once, or fewer.
+int count_ctas(const Problem& p, const Cut& cut, const Config& config, int num_sms) {
+  const int64_t pieces = int64_t{p.batch} * p.kv_heads * std::max(cut.splits, 1);
+  return static_cast<int>(std::min<int64_t>(pieces, num_sms * config.ctas_per_sm));
+}
+
+// One CTA an SM: there is room for no more while the attention runs, and those that come later
+// would begin at its end.
+cudaError_t launch_combine(const Arguments& a, int num_sms, bool overlaps, cudaStream_t stream) {
   const int64_t cuts =
       a.cut.splits > 0 ? int64_t{a.problem.batch} * a.problem.kv_heads : int64_t{a.cut.num_ctas};
   const int64_t ctas = (cuts * a.problem.rows() + kCombineWarps - 1) / kCombineWarps;
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(std::min<int64_t>(ctas, kMostCtas))),
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(std::min<int64_t>(ctas, num_sms))),
                           .threads = kCombineThreads,
                           .overlaps_previous = overlaps};
   const auto kernel = a.problem.head_dim == 64 ? combine_kernel<64> : combine_kernel<128>;
@@ -100,9 +103,10 @@ cudaError_t launch(const Problem& problem, const Config& config, const Cut& cut,
   CUtensorMap v_map;
   cudaError_t status = make_page_map(problem, buffers.k_pages, &k_map);
   if (status == cudaSuccess) status = make_page_map(problem, buffers.v_pages, &v_map);
-  int ctas = cut.num_ctas;
-  if (status == cudaSuccess && cut.splits > 0) status = count_ctas(problem, cut, config, &ctas);
+  int num_sms = 0;
+  if (status == cudaSuccess) status = count_sms(&num_sms);
   if (status != cudaSuccess) return status;
+  const int ctas = cut.splits > 0 ? count_ctas(problem, cut, config, num_sms) : cut.num_ctas;
   const Arguments arguments = gather(problem, cut, config, buffers);
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(ctas)),
                           .threads = (config.warps + 1) * kWarpSize,
@@ -111,7 +115,7 @@ cudaError_t launch(const Problem& problem, const Config& config, const Cut& cut,
   status = problem.fp8_cache ? launch_attention<Fp8Cache>(arguments, shape, k_map, v_map, stream)
                              : launch_attention<Bf16Cache>(arguments, shape, k_map, v_map, stream);
   if (status != cudaSuccess || cut.splits == 1) return status;
-  return launch_combine(arguments, order.overlaps, stream);
+  return launch_combine(arguments, num_sms, order.overlaps, stream);
 }
 
 }  // namespace jax_hpc::decode_attention

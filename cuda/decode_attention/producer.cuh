@@ -16,18 +16,25 @@ class Producer {
         shared_(shared),
         lane_(lane),
         page_bits_(a.page_bits),
+        places_(a.slots),
         parts_(max(kTileTokens >> page_bits_, 1)),
         part_tokens_(min(a.problem.page_size, kTileTokens)) {}
 
-  // A turn finds the next task, asks for what is left of the one before, then for the new one's
-  // first tile and query. So its page ids come while the ring takes the other's tiles, and the
-  // first turn is a short way to a CTA's first copy: each part of this code stands here once.
+  // A turn finds the next task and asks for its query, then for what is left of the task before and
+  // for the new one's first tile. So its length and page ids come while the ring takes the other's
+  // tiles, and in the first turn while the query is asked for, which then is ahead of all tiles.
+  // Each part of this code stands here once, for a short way to a CTA's first copy.
   __device__ void run() {
     TaskWalk walk(a_, lane_);
     bool started = false;
     do {
       int page = -1;
       int entry = -1;
+      walk.find();
+      ask_entry(walk, page, entry);
+      // The first two queries find their places empty, and no barrier may be there yet.
+      if (started) wait(shared_.query_empty(turn_.stage()), turn_.parity() ^ 1);
+      if (walk.exists()) send_query(walk.sequence(), walk.head());
       const Task next = plan(walk, page, entry);
       // The consumers have initialised the barriers meanwhile.
       if (!started) start_barrier((a_.warps + 1) * kWarpSize);
@@ -44,21 +51,23 @@ class Producer {
         send_tile();
       }
       task_ = next;
-      send_query(task_);
+      announce_task();
       // The merge may take its place; it waits for this kernel's end before it reads what it wrote.
       let_next_kernel_start();
     } while (task_.tiles >= 0);
   }
 
  private:
-  // The walk's next task, and this lane's of the page table's entries from its first page on. They
-  // are asked for before the sequence's length is known where that does not matter.
-  __device__ __forceinline__ Task plan(TaskWalk& walk, int& page, int& entry) const {
+  // This lane's of the page table's entries from the next task's first page on: asked for before
+  // the sequence's length is known where that does not matter.
+  __device__ __forceinline__ void ask_entry(const TaskWalk& walk, int& page, int& entry) const {
     const int tile = walk.likely_tile();
-    if (tile >= 0) {
-      page = tile * kTileTokens >> page_bits_;
-      entry = table_entry(walk.likely_sequence(), page);
-    }
+    if (tile < 0) return;
+    page = tile * kTileTokens >> page_bits_;
+    entry = table_entry(walk.sequence(), page);
+  }
+  // The next task, and the entry after all where it was not asked for.
+  __device__ __forceinline__ Task plan(TaskWalk& walk, int& page, int& entry) const {
     const Task task = walk.next();
     if (task.tiles > 0 && page != task.first_token >> page_bits_) {
       page = task.first_token >> page_bits_;
@@ -99,17 +108,27 @@ class Producer {
     return in_length && id >= 0 && id < a_.problem.pages ? id : -1;
   }
 
-  __device__ __forceinline__ void send_query(const Task& task) {
-    const int stage = turn_.stage();
-    wait(shared_.query_empty(stage), turn_.parity() ^ 1);
-    if (task.tiles >= 0) {
-      if (Cache::kBytes == 1 && a_.problem.fp8_query) {
-        copy_query<1>(task, stage);
-      } else {
-        copy_query<2>(task, stage);
-      }
+  __device__ __forceinline__ void send_query(int sequence, int head) const {
+    if (Cache::kBytes == 1 && lane_ == 0) copy_scales_of(head);
+    if (Cache::kBytes == 1 && a_.problem.fp8_query) {
+      copy_query<1>(sequence, head, turn_.stage());
+    } else {
+      copy_query<2>(sequence, head, turn_.stage());
     }
-    if (lane_ == 0) shared_.tasks[turn_.index] = task;
+  }
+
+  __device__ __forceinline__ void copy_scales_of(int head) const {
+    const ScaleKind keys = a_.problem.k_scale;
+    const ScaleKind values = a_.problem.v_scale;
+    const SharedAddress to = shared_address(shared_.scales + turn_.index);
+    if (is_common(keys)) copy_4(to, a_.k_scale + (keys == ScaleKind::kHead ? head : 0));
+    if (is_common(values)) copy_4(to + 4, a_.v_scale + (values == ScaleKind::kHead ? head : 0));
+  }
+
+  // The task, whose query is on its way: consumers may begin it.
+  __device__ __forceinline__ void announce_task() {
+    const int stage = turn_.stage();
+    if (lane_ == 0) shared_.tasks[turn_.index] = task_;
     arrive_after_copies(shared_.query_full(stage));
     if (lane_ == 0) arrive(shared_.query_full(stage));
     __syncwarp();
@@ -117,7 +136,7 @@ class Producer {
   }
 
   template <int Bytes>
-  __device__ __forceinline__ void copy_query(const Task& task, int stage) const {
+  __device__ __forceinline__ void copy_query(int sequence, int head, int stage) const {
     constexpr int kVectors = D * Bytes / 16;  // of a row
     const Problem& p = a_.problem;
     const int row_tile = 8 * a_.column_tiles * a_.row_groups;
@@ -127,7 +146,7 @@ class Producer {
     for (int i = lane_; i < row_tile * kVectors; i += kWarpSize) {
       const int row = i / kVectors;
       const bool exists = row < p.rows();
-      const int64_t from = output_row(a_, task.sequence, task.head, exists ? row : 0);
+      const int64_t from = output_row(a_, sequence, head, exists ? row : 0);
       copy_16(to + row * shared_.query_stride + i % kVectors * 16,
               static_cast<const uint8_t*>(a_.q) + (from * kVectors + i % kVectors) * 16, exists);
     }
@@ -135,7 +154,7 @@ class Producer {
 #pragma unroll 1
       for (int row = lane_; row < p.rows(); row += kWarpSize) {
         copy_4(shared_address(shared_.query_scale + stage * row_tile + row),
-               a_.q_scale + output_row(a_, task.sequence, task.head, row));
+               a_.q_scale + output_row(a_, sequence, head, row));
       }
     }
   }
@@ -153,7 +172,8 @@ class Producer {
     for (int half = 0; half < 2; ++half) {
       const bool scales = half == 0 && a_.problem.k_scale == ScaleKind::kToken;
       const int slot = ring_.index(a_.slots);
-      wait(shared_.empty(slot), ring_.parity(a_.slots) ^ 1);
+      const Place before = ring_.before(places_, a_.slots);
+      wait(shared_.empty(before.index(a_.slots)), before.parity(a_.slots));
       if (lane_ == 0) {
         shared_.live[slot] = groups_of(exist);
         arrive_expecting(shared_.full(slot),
@@ -167,6 +187,7 @@ class Producer {
       }
       ring_.advance(a_.slots);
     }
+    if (--early_tiles_ == 0) places_ = a_.later_slots;
   }
 
   // Which groups of 16 tokens lie on the parts of a tile that exist.
@@ -193,6 +214,8 @@ class Producer {
   const Shared& shared_;
   int lane_;
   int page_bits_;
+  int places_;  // of the ring that are in use
+  int early_tiles_ = kEarlyTiles;
   int parts_;          // pages of a tile
   int part_tokens_;    // of a page that belong to one tile
   Task task_{};        // whose tiles are asked for

@@ -23,13 +23,15 @@ struct Query {
     return unit;
   }
 
-  __device__ __forceinline__ void load(const Arguments& a, const Shared& shared, int stage,
-                                       int head, int first_row, int lane) {
-    const float scale = a.problem.scale * (kScaled ? key_scale(a, head) : 1.0f);
+  // Of the task at `turn`, from row `first` on.
+  __device__ __forceinline__ void load(const Arguments& a, const Shared& shared, Turn turn,
+                                       int first, int lane) {
+    float scale = a.problem.scale;
+    if (kScaled && is_common(a.problem.k_scale)) scale *= shared.scales[turn.index].keys;
     unit = a.problem.cap > 0 ? scale * a.cap_unit : scale * kLog2E;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const int row = stage * 8 * N * a.row_groups + first_row + 8 * n + lane / 4;
+      const int row = turn.stage() * 8 * N * a.row_groups + first + 8 * n + lane / 4;
       const uint8_t* const at = shared.query + row * shared.query_stride;
       if constexpr (!kScaled) {
         read_bf16(at, n, lane % 4);
@@ -51,12 +53,6 @@ struct Query {
   }
 
  private:
-  __device__ __forceinline__ static float key_scale(const Arguments& a, int head) {
-    const ScaleKind kind = a.problem.k_scale;
-    if (kind == ScaleKind::kTensor) return a.k_scale[0];
-    return kind == ScaleKind::kHead ? a.k_scale[head] : 1.0f;
-  }
-
   __device__ __forceinline__ void read_bf16(const uint8_t* row, int n, int quarter) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {

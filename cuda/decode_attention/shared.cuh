@@ -6,6 +6,13 @@
 
 namespace jax_hpc::decode_attention {
 
+// A task's head's, where its tokens have common ones. Beside the task: a read from global memory
+// waits behind all tiles that are under way.
+struct Scales {
+  float keys;
+  float values;
+};
+
 // Pointers into shared memory. The ring holds half tiles: K of a tile, then V of it, then K of the
 // next, on across tasks. `live` says which groups of 16 tokens of a tile lie on pages that exist.
 struct Shared {
@@ -17,6 +24,7 @@ struct Shared {
   float2* state;
   float* token_scale;
   Task* tasks;
+  Scales* scales;
   uint32_t* live;
   int query_stride;
 
@@ -29,6 +37,7 @@ struct Shared {
         state(reinterpret_cast<float2*>(memory + Layout::kState)),
         token_scale(reinterpret_cast<float*>(memory + l.token_scale)),
         tasks(reinterpret_cast<Task*>(memory + Layout::kTasks)),
+        scales(reinterpret_cast<Scales*>(memory + Layout::kScales)),
         live(reinterpret_cast<uint32_t*>(memory + Layout::kLive)),
         query_stride(l.query_stride) {}
 
@@ -51,12 +60,14 @@ struct Thread {
 };
 
 // Arrivals that complete a phase: of queries, every lane of the producer after its copies and one
-// for the task; of a half tile, one besides the bytes; each consumer warp when it has read.
+// for the task; of a half tile, one besides the bytes; each consumer warp (of a half tile, of the
+// team whose tile it is) when it has read.
 constexpr int kQueryArrivals = kWarpSize + 1;
 
 // Shared out among the first four consumer warps, one thread each: an initialisation takes 40 ns
 // in a rolled loop. What lies beyond the ring's slots is initialised as well, and not used.
-__device__ __forceinline__ void init_barriers(const Shared& shared, int warp, int consumers) {
+__device__ __forceinline__ void init_barriers(const Shared& shared, int warp, int consumers,
+                                              int team) {
   constexpr int kEach = kMostSlots / 2;  // half of `full` or of `empty`
   static_assert(Layout::kEmpty == Layout::kFull + 8 * kMostSlots &&
                 Layout::kQueryEmpty == Layout::kQueryFull + 8 * 2);
@@ -64,7 +75,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared, int warp, in
   const bool fills = warp < 2;
   const SharedAddress first = shared.full(warp * kEach);
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) init_barrier(first + 8 * i, fills ? 1 : consumers);
+  for (int i = 0; i < kEach; ++i) init_barrier(first + 8 * i, fills ? 1 : team);
   init_barrier(shared.query_full(warp), fills ? kQueryArrivals : consumers);
   fence_barrier_init();
 }
@@ -90,6 +101,10 @@ struct Place {
   __device__ __forceinline__ uint32_t parity(int size) const { return count < size ? 0 : 1; }
   __device__ __forceinline__ void advance(int size) {
     if (++count == 2 * size) count = 0;
+  }
+  // The place `steps` before, at most `size`.
+  __device__ __forceinline__ Place before(int steps, int size) const {
+    return {count >= steps ? count - steps : count - steps + 2 * size};
   }
 };
 

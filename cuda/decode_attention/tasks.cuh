@@ -40,19 +40,35 @@ class TaskWalk {
     }
   }
 
-  // The next task's first tile and its sequence, as far as they are known without the sequence's
-  // length: -1 where they are not.
+  // Finds the next task's pair, and asks for its length without waiting for it where the length
+  // does not matter. What follows up to next() is about this task.
+  __device__ void find() {
+    if (a_.cut.splits > 0) {
+      find_piece();
+    } else {
+      ask_length();
+    }
+  }
+  __device__ bool exists() const {
+    if (a_.cut.splits > 0) return piece_ < pieces();
+    return pairs_left_ > 0 || (pairs_left_ == 0 && tile_ < last_tile_);
+  }
+  __device__ int sequence() const { return min(sequence_, a_.problem.batch - 1); }
+  __device__ int head() const { return head_; }
+  // Its first tile; -1 where the length decides it.
   __device__ int likely_tile() const {
     return a_.cut.splits > 0 || a_.problem.window > 0 ? -1 : tile_;
   }
-  __device__ int likely_sequence() const { return min(sequence_, a_.problem.batch - 1); }
 
-  __device__ Task next() { return a_.cut.splits > 0 ? next_piece() : next_of_span(); }
+  // The task itself; `tiles` is negative where there is none.
+  __device__ Task next() {
+    if (!exists()) return {0, 0, 0, -1, 0, 0};
+    return a_.cut.splits > 0 ? next_piece() : next_of_span();
+  }
 
  private:
   __device__ Task next_of_span() {
-    if (pairs_left_ < 0 || (pairs_left_ == 0 && tile_ >= last_tile_)) return end();
-    const int length = length_of(sequence_);
+    const int length = asked_length();
     const int tiles = tiles_of(length);
     const int stop = min(pairs_left_ == 0 ? last_tile_ : tiles, tiles);
     const int start = min(tile_, stop);
@@ -68,31 +84,32 @@ class TaskWalk {
     return task;
   }
 
-  __device__ Task next_piece() {
-    const int pieces = a_.problem.batch * a_.problem.kv_heads * a_.cut.splits;
+  __device__ int pieces() const { return a_.problem.batch * a_.problem.kv_heads * a_.cut.splits; }
+  __device__ void find_piece() {
 #pragma unroll 1
-    for (; piece_ < pieces; piece_ += static_cast<int>(gridDim.x)) {
+    for (; piece_ < pieces(); piece_ += static_cast<int>(gridDim.x)) {
       const int pair = a_.by_splits.divide(piece_);
-      const int index = piece_ - pair * a_.cut.splits;
       take_pair(pair);
-      const int length = length_of(sequence_);
-      const int tiles = tiles_of(length);
-      const Pieces cut(tiles, a_);
-      if (index >= cut.count) continue;
-      const int start = index * cut.tiles;
-      const int slot = cut.count == 1 ? -1 : piece_;
-      piece_ += static_cast<int>(gridDim.x);
-      return make(length, start, min(tiles - start, cut.tiles), slot);
+      ask_length();
+      const Pieces cut(tiles_of(asked_length()), a_);
+      if (piece_ - pair * a_.cut.splits < cut.count) return;
     }
-    return end();
+  }
+  __device__ Task next_piece() {
+    const int pair = a_.by_splits.divide(piece_);
+    const int length = asked_length();
+    const int tiles = tiles_of(length);
+    const Pieces cut(tiles, a_);
+    const int start = (piece_ - pair * a_.cut.splits) * cut.tiles;
+    const int slot = cut.count == 1 ? -1 : piece_;
+    piece_ += static_cast<int>(gridDim.x);
+    return make(length, start, min(tiles - start, cut.tiles), slot);
   }
 
   __device__ void take_pair(int pair) {
     sequence_ = a_.by_heads.divide(pair);
     head_ = pair - sequence_ * a_.problem.kv_heads;
   }
-
-  __device__ static Task end() { return {0, 0, 0, -1, 0, 0}; }
 
   __device__ Task make(int length, int start, int tiles, int slot) const {
     const int first = first_tile(length, a_.problem.q_len, a_.problem.window);
@@ -103,12 +120,13 @@ class TaskWalk {
     return count_tiles(length, a_.problem.q_len, a_.problem.window);
   }
 
-  __device__ int length_of(int sequence) {
-    if (sequence < cached_ || sequence >= cached_ + kWarpSize) {
-      cached_ = sequence;
-      lengths_ = a_.kv_lens[min(sequence + lane_, a_.problem.batch - 1)];
-    }
-    return max(__shfl_sync(~0u, lengths_, sequence - cached_), 0);
+  __device__ void ask_length() {
+    if (sequence_ >= cached_ && sequence_ < cached_ + kWarpSize) return;
+    cached_ = sequence_;
+    lengths_ = a_.kv_lens[min(sequence_ + lane_, a_.problem.batch - 1)];
+  }
+  __device__ int asked_length() const {
+    return max(__shfl_sync(~0u, lengths_, sequence_ - cached_), 0);
   }
 
   const Arguments& a_;

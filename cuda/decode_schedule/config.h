@@ -8,9 +8,11 @@ namespace jax_hpc::decode_schedule {
 
 constexpr int kTileTokens = 64;
 constexpr int kTileCost = 8;  // costs are eighths of a tile's time
-constexpr int kTaskCost = 8;
-constexpr int kTaskCostFp8 = 16;
+constexpr int kTaskCost = 16;
+constexpr int kTaskCostFp8 = 24;
+constexpr int kMinCtaCost = 32;  // floor on the work of a CTA
 constexpr int kEmptyCost = 1;
+constexpr int kWholeTiles = 8;  // where no pair has more, none is cut
 constexpr int kAxisBits = 30;
 constexpr int kMaxCtas = 1 << 20;
 
@@ -23,11 +25,8 @@ struct Problem {
   int task_cost = kTaskCost;
 };
 
-// A task's start and end take as long whatever the cache holds, a tile of fp8 half as long.
+// A task's start and end are more of fp8's tiles, which take half as long.
 inline int task_cost(bool fp8_cache) { return fp8_cache ? kTaskCostFp8 : kTaskCost; }
-
-// Floor on the work of a CTA.
-__host__ __device__ inline int min_cta_cost(int task_cost) { return 2 * kTileCost + task_cost; }
 
 // Tile of the first key that any query of a sequence sees.
 __host__ __device__ inline int first_tile(int length, int q_len, int window) {

@@ -68,6 +68,7 @@ struct Axis {
   Problem p;
   const int* kv_lens;
   int shift;
+  bool cuts_pairs;
   int per_thread;   // sequences of one thread
   const int* ends;  // of the threads' sequences, in shared memory
 
@@ -98,6 +99,7 @@ __device__ __forceinline__ Boundary place(const Axis& axis, int cut) {
     cost = axis.cost(tiles);
   }
   const int head = (cut - start) / cost;
+  if (!axis.cuts_pairs) return {sequence * p.kv_heads + head, 0};
   const int within = cut - start - head * cost;
   // To the nearest tile; an arithmetic shift divides towards minus infinity.
   static_assert(kTileCost == 8);
@@ -120,12 +122,18 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int thread = static_cast<int>(threadIdx.x);
-  Axis axis{p, kv_lens, 0, ceil_div(p.batch, kThreads), ends};
+  Axis axis{p, kv_lens, 0, false, ceil_div(p.batch, kThreads), ends};
   const int begin = min(thread * axis.per_thread, p.batch);
   const int end = min(begin + axis.per_thread, p.batch);
 
   int64_t exact = 0;
-  for (int i = begin; i < end; ++i) exact += pair_cost(axis.tiles(i), p.task_cost);
+  int most_tiles = 0;
+  for (int i = begin; i < end; ++i) {
+    const int tiles = axis.tiles(i);
+    most_tiles = max(most_tiles, tiles);
+    exact += pair_cost(tiles, p.task_cost);
+  }
+  axis.cuts_pairs = __syncthreads_or(most_tiles > kWholeTiles);
   const int64_t total_cost = block_sum(exact, sums);
   // total * heads < 2^bits
   const int bits = (32 - __clz(static_cast<int>(total_cost >> 16))) + 16 + (32 - __clz(p.kv_heads));
@@ -135,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
   block_scan(scaled, ends, scans);
 
   const int total = ends[kThreads - 1];
-  const int working = min(max(total / min_cta_cost(p.task_cost), 1), p.num_ctas);
+  const int working = min(max(total / kMinCtaCost, 1), p.num_ctas);
   const int share = total / working;
   const int rest = total - share * working;
   const bool in_shared = p.num_ctas < kSharedBounds;

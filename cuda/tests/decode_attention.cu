@@ -5,7 +5,7 @@
 //   decode_attention check races tiny ones that racecheck can judge: see reuses_memory
 //   decode_attention time [tp8]  the recorded baselines' mixes (tp8: of one KV head only), cold
 //                                caches; the practical floor is 4 us + bytes / 4.5 TB/s
-//   decode_attention tune [tp8]  the same with other numbers of CTAs and costs of the schedule
+//   decode_attention tune [tp8]  the same with other rings, numbers of CTAs, costs and cuts
 //
 // Built by `make kernel-tests`.
 #include <cstdio>
@@ -241,20 +241,28 @@ int check(const std::string& which) {
 
 struct Variant {
   std::string name;
-  int ctas;
-  Costs costs;
-  Cut split;          // instead of a schedule, where splits > 0
-  int less_ring = 0;  // KiB
+  int ctas_per_sm = 0;  // 0: what is chosen
+  Costs costs = {};
+  Cut split = {};  // instead of a schedule, where splits > 0
+  int ring = 0;    // KiB, instead of what is chosen: at first, and later
+  int later_ring = 0;
 };
 
-jax_hpc::decode_attention::Config with_less_ring(const Problem& p,
-                                                 jax_hpc::decode_attention::Config config,
-                                                 int kibibytes) {
+jax_hpc::decode_attention::Config with_ring(const Problem& p,
+                                            jax_hpc::decode_attention::Config config, int kibibytes,
+                                            int later) {
   const int slot = 64 * p.head_dim * (p.fp8_cache ? 1 : 2);
-  const int slots = std::min(kibibytes * 1024 / slot, config.slots - 2);
-  config.slots -= slots;
-  config.shared_bytes -= slots * slot;
+  const int slots = std::clamp(kibibytes * 1024 / slot, 2, jax_hpc::decode_attention::kMostSlots);
+  config.shared_bytes += (slots - config.slots) * slot;
+  config.slots = slots;
+  config.later_slots = std::min(slots, later * 1024 / slot);
   return config;
+}
+
+int num_sms() {
+  int count = 0;
+  require(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0), "device 0");
+  return count;
 }
 
 // Layers with caches of their own, more than 200 MB of them, and the time of one for each variant.
@@ -288,13 +296,14 @@ void time_mix(const Mix& mix, int kv_heads, bool fp8, const std::vector<Variant>
   std::printf("%s %-13s %-4s floor %7.2f |", kv_heads == 1 ? "tp8" : "tp1", mix.name,
               fp8 ? "fp8" : "bf16", floor);
   for (const Variant& variant : variants) {
-    const jax_hpc::decode_schedule::Problem plan{p.batch, kv_heads,     1,
-                                                 0,       variant.ctas, task_cost(fp8)};
+    jax_hpc::decode_attention::Config config = choose(p);
+    if (variant.ring > 0) config = with_ring(p, config, variant.ring, variant.later_ring);
+    if (variant.ctas_per_sm > 0) config.ctas_per_sm = variant.ctas_per_sm;
+    const int ctas = config.ctas_per_sm * num_sms();
+    const jax_hpc::decode_schedule::Problem plan{p.batch, kv_heads, 1, 0, ctas, task_cost(fp8)};
     const DeviceSchedule schedule(schedule_on_host(plan, host_lengths, variant.costs));
     Cut cut = variant.split;
-    jax_hpc::decode_attention::Config config = choose(p);
-    if (variant.less_ring > 0) config = with_less_ring(p, config, variant.less_ring);
-    if (cut.splits == 0) cut.num_ctas = variant.ctas;
+    if (cut.splits == 0) cut.num_ctas = ctas;
     const auto slots = static_cast<size_t>(jax_hpc::decode_attention::workspace_slots(p, cut));
     DeviceArray<float> partial_out(slots * p.rows() * p.head_dim);
     DeviceArray<float> partial_state(slots * p.rows() * 2);
@@ -353,29 +362,26 @@ void time_all(const std::vector<Variant>& variants, bool all) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  int num_sms = 0;
-  require(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0), "device 0");
   const std::string command = argc > 1 ? argv[1] : "";
   const std::string option = argc > 2 ? argv[2] : "";
-  const int two = 2 * num_sms;
   if (command == "check") return check(option);
   if (command == "time") {
     time_schedule();
-    time_all({{"us", two, {}, {}}}, option != "tp8");
+    time_all({{"us"}}, option != "tp8");
     return 0;
   }
   if (command == "tune") {
-    time_all({{"2/SM", two, {}, {}},
-              {"1/SM", num_sms, {}, {}},
-              {"task 8", two, {8}, {}},
-              {"task 16", two, {16}, {}},
-              {"task 24", two, {24}, {}},
-              {"task 32", two, {32}, {}},
-              {"floor 48", two, {0, 48}, {}},
-              {"ring -16K", two, {}, {}, 16},
-              {"ring -32K", two, {}, {}, 32},
-              {"static", two, {}, {0, 16, 8}},
-              {"split 1", two, {}, {0, 1, 1}}},
+    time_all({{"us"},
+              {"ring 64/64", 0, {}, {}, 64, 64},
+              {"ring 96/96", 0, {}, {}, 96, 96},
+              {"ring 96/64", 0, {}, {}, 96, 64},
+              {"ring 128/48", 0, {}, {}, 128, 48},
+              {"task 16", 0, {.task = 16}},
+              {"task 32", 0, {.task = 32}},
+              {"floor 24", 0, {.floor = 24}},
+              {"floor 48", 0, {.floor = 48}},
+              {"cut all", 0, {.whole = 0}},
+              {"split 1", 0, {}, {0, 1, 1}}},
              option != "tp8");
     return 0;
   }

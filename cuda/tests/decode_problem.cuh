@@ -167,15 +167,15 @@ struct Schedule {
 };
 
 struct Costs {
-  int task = 0;   // 0: the problem's own
-  int floor = 0;  // of a CTA; 0: what follows from the task's
+  int task = 0;                              // 0: the problem's own
+  int floor = decode_schedule::kMinCtaCost;  // of a CTA
+  int whole = decode_schedule::kWholeTiles;
 };
 
 // The schedule by its definition, for axes that fit int32 (then no cost is rounded).
 inline Schedule schedule_on_host(const decode_schedule::Problem& p, const std::vector<int>& lengths,
                                  Costs costs) {
   if (costs.task == 0) costs.task = p.task_cost;
-  if (costs.floor == 0) costs.floor = decode_schedule::min_cta_cost(costs.task);
   using decode_schedule::kTileCost;
   std::vector<int64_t> ends;  // of the pairs, on the cost axis
   std::vector<int> tiles;
@@ -188,6 +188,7 @@ inline Schedule schedule_on_host(const decode_schedule::Problem& p, const std::v
       tiles.push_back(count);
     }
   }
+  const bool cuts = *std::max_element(tiles.begin(), tiles.end()) > costs.whole;
   const int64_t working = std::clamp<int64_t>(end / costs.floor, 1, p.num_ctas);
   Schedule s;
   for (int64_t i = 0; i <= p.num_ctas; ++i) {
@@ -195,7 +196,7 @@ inline Schedule schedule_on_host(const decode_schedule::Problem& p, const std::v
     const int64_t cut = index * (end / working) + std::min(index, end % working);
     auto pair = std::upper_bound(ends.begin(), ends.end(), cut) - ends.begin();
     int tile = 0;
-    if (pair < std::ssize(ends)) {
+    if (pair < std::ssize(ends) && cuts) {
       const int64_t within = cut - (pair > 0 ? ends[pair - 1] : 0);
       const int64_t nearest = (within - costs.task + kTileCost / 2) >> 3;
       tile = static_cast<int>(std::clamp<int64_t>(nearest, 0, tiles[pair]));

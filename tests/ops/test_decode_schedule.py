@@ -15,9 +15,10 @@ from jax_hpc.ops.decode_attention.cases import BASELINE_HEADS, BASELINE_MIXES
 from jax_hpc.ops.decode_attention.schedule import heuristics
 from jax_hpc.ops.decode_attention.schedule.heuristics import (
     EMPTY_COST,
+    MIN_CTA_COST,
     TILE_COST,
     TILE_TOKENS,
-    min_cta_cost,
+    WHOLE_TILES,
     task_cost,
 )
 from tests.support.attention_truth import make_problem
@@ -105,7 +106,8 @@ def check_invariants(schedule: DecodeSchedule, lens: np.ndarray) -> None:
     assert not covered
     assert len(set(slots)) == len(slots) and all(0 <= s < 2 * num_ctas for s in slots)
     check_merges(schedule, parts)
-    check_balance(costs, axis, is_fp8(schedule))
+    most = max((piece.tiles for piece in pieces), default=0)
+    check_balance(costs, axis, is_fp8(schedule), cut=most > WHOLE_TILES)
 
 
 def check_merges(schedule: DecodeSchedule, parts: dict[int, list[Piece]]) -> None:
@@ -118,13 +120,17 @@ def check_merges(schedule: DecodeSchedule, parts: dict[int, list[Piece]]) -> Non
     assert found == {pair: [p.slot for p in pieces] for pair, pieces in parts.items()}
 
 
-def check_balance(costs: np.ndarray, axis: int, fp8: bool) -> None:
+def check_balance(costs: np.ndarray, axis: int, fp8: bool, cut: bool) -> None:
     """The fullest CTA is within one task of the mean; axis is the cost before any pair is cut."""
     start = task_cost(fp8_cache=fp8)
     task = start + TILE_COST
-    working = int(np.clip(axis // min_cta_cost(fp8_cache=fp8), 1, len(costs)))
+    if not cut:  # within the largest pair
+        task = start + WHOLE_TILES * TILE_COST
+    working = int(np.clip(axis // MIN_CTA_COST, 1, len(costs)))
     mean = costs.sum() / working
     assert costs.max() <= mean + task + 1, (costs.max(), mean)
+    if not cut:
+        return  # spans may be empty
     # A CTA that continues a pair pays one more start, which raises the mean but not the others.
     assert np.sort(costs)[-working] >= mean - task - start - 1, (costs, mean)
 
@@ -209,13 +215,23 @@ def test_mixes_of_the_baselines(heads, kv_dtype):
         check_invariants(made, lens)
 
 
+def test_short_pairs_stay_whole():
+    short = np.full(64, TILE_TOKENS * WHOLE_TILES)
+    schedule = build(short, num_ctas=132)
+    assert np.all(schedule.span_tile == 0) and np.all(schedule.merge_last == -1)
+    assert np.diff(schedule.span_pair).max() == 1
+    check_invariants(schedule, short)
+    longer = short + np.eye(64, dtype=int)[7]  # one of them
+    assert build(longer, num_ctas=132).merge_last.max() >= 0
+
+
 def test_floor_on_work_per_cta():
     schedule = build(np.array([64, 64]), num_ctas=132)
     assert len({piece.cta for piece in walk(schedule, np.array([64, 64]))}) == 1
     schedule = build(np.array([64 * 60]), num_ctas=132)
     counts = [p.end - p.first for p in walk(schedule, np.array([64 * 60]))]
-    floor = min_cta_cost(fp8_cache=False) - task_cost(fp8_cache=False)
-    assert min(counts) >= floor // TILE_COST and len(counts) > 15
+    floor = MIN_CTA_COST - task_cost(fp8_cache=False)
+    assert min(counts) >= floor // TILE_COST and len(counts) >= 15
 
 
 def test_empty_batch():
@@ -226,14 +242,19 @@ def test_empty_batch():
 
 
 def test_default_number_of_ctas():
-    sizes = {"num_q_heads": 8, "num_kv_heads": 1, "q_len": 1}
-    per_sm = heuristics.ctas_per_sm(**sizes)
-    assert per_sm == 2  # rings of 80 KiB and more
-    assert heuristics.ctas_per_sm(num_q_heads=65, num_kv_heads=1, q_len=1) == 1
-    assert build(np.array([7])).num_ctas == heuristics.num_sms() * per_sm
+    def per_sm(rows: int, fp8_cache: bool) -> int:
+        return heuristics.ctas_per_sm(
+            num_q_heads=rows, num_kv_heads=1, q_len=1, fp8_cache=fp8_cache
+        )
+
+    assert [per_sm(rows, False) for rows in (8, 9, 64, 65)] == [1, 2, 2, 1]
+    assert [per_sm(rows, True) for rows in (8, 9, 64, 65)] == [2, 2, 2, 1]
+    sms = heuristics.num_sms()
+    assert build(np.array([7])).num_ctas == sms
+    assert build(np.array([7]), kv_dtype=jnp.float8_e4m3fn).num_ctas == 2 * sms
 
 
-@pytest.mark.parametrize(("q_len", "window"), [(1, None), (3, None), (3, 150)])
+@pytest.mark.parametrize(("q_len", "window"), [(1, None), (3, None), (3, 600)])
 def test_attention_on_the_schedule(rng, q_len, window):
     """Partials of the spans, merged by log-sum-exp, are the attention."""
     lens = [0, 700, 64, 1, 130, 2, 1023, 65]

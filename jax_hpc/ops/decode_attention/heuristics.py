@@ -37,6 +37,7 @@ def choose_cut(
     num_q_heads: int,
     num_kv_heads: int,
     q_len: int,
+    fp8_cache: bool,
     num_splits: int | str | None,
     scheduled_ctas: int | None,
 ) -> Cut:
@@ -48,7 +49,9 @@ def choose_cut(
         return Cut(0, int(num_splits), 1)
     if scheduled_ctas is not None:
         return Cut(scheduled_ctas, 0, 0)
-    per_sm = ctas_per_sm(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, q_len=q_len)
+    per_sm = ctas_per_sm(
+        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, q_len=q_len, fp8_cache=fp8_cache
+    )
     return Cut(num_sms() * per_sm, 0, 0)
 
 

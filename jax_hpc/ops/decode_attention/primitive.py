@@ -52,6 +52,7 @@ def _cut(operands: Operands, params: Params) -> heuristics.Cut:
         num_q_heads=num_q_heads,
         num_kv_heads=operands.k_pages.shape[1],
         q_len=q_len,
+        fp8_cache=operands.k_pages.dtype == E4M3,
         num_splits=params.num_splits,
         scheduled_ctas=None if schedule is None else schedule.num_ctas,
     )

@@ -8,33 +8,35 @@ TILE_TOKENS = 64
 # Costs of the cost axis, in eighths of a tile's time. Small integers: a sequence of 2^31 tokens
 # must keep its cost within int32.
 TILE_COST = 8
-_TASK_COST = 8
-_TASK_COST_FP8 = 16
+_TASK_COST = 16
+_TASK_COST_FP8 = 24
 EMPTY_COST = 1
 """A pair without a key still has zeros to write, and must not be free to pile up on one CTA."""
+
+MIN_CTA_COST = 32
+"""Floor on work per CTA: splitting finer costs more in the merge than it gains.
+
+Never below TILE_COST: two cuts inside one pair must fall on different tiles.
+"""
+
+WHOLE_TILES = 8
+"""Where no pair has more tiles, none is cut: whole pairs take less than pieces and a merge."""
 
 MAX_BATCH = 65536
 MAX_PAIRS = 1 << 29
 MAX_CTAS = 1 << 20
 
 _DEFAULT_SMS = 132  # H100 and H200, when a program is lowered on a host without a GPU
+_ROWS_OF_ONE_TILE = 8
 _ROWS_OF_TWO = 64
 
 
 def task_cost(*, fp8_cache: bool) -> int:
     """What a task costs beside its tiles: query load, pipeline start and drain, output.
 
-    As long whatever the cache holds, and a tile of fp8 takes half as long.
+    More of fp8's tiles, which take half as long.
     """
     return _TASK_COST_FP8 if fp8_cache else _TASK_COST
-
-
-def min_cta_cost(*, fp8_cache: bool) -> int:
-    """Floor on work per CTA: splitting finer costs more in the merge than it gains.
-
-    Never below TILE_COST: two cuts inside one pair must fall on different tiles.
-    """
-    return 2 * TILE_COST + task_cost(fp8_cache=fp8_cache)
 
 
 def num_sms() -> int:
@@ -43,10 +45,13 @@ def num_sms() -> int:
     return int(devices[0].core_count) if devices else _DEFAULT_SMS
 
 
-def ctas_per_sm(*, num_q_heads: int, num_kv_heads: int, q_len: int) -> int:
+def ctas_per_sm(*, num_q_heads: int, num_kv_heads: int, q_len: int, fp8_cache: bool) -> int:
     """Persistent CTAs on one SM, as ``choose`` in cuda/decode_attention/config.h holds them.
 
-    Two, so that one's tiles stream while the other ends a task; more than 64 query rows of a
-    KV head take the registers of a whole SM.
+    One where its four warps are enough for what an SM reads (bf16, up to eight query rows of a KV
+    head): fewer spans, fewer pieces to merge. One as well where more than 64 rows take the
+    registers of a whole SM, else two.
     """
-    return 2 if num_q_heads // num_kv_heads * q_len <= _ROWS_OF_TWO else 1
+    rows = num_q_heads // num_kv_heads * q_len
+    most = _ROWS_OF_ONE_TILE if not fp8_cache else 0
+    return 2 if most < rows <= _ROWS_OF_TWO else 1

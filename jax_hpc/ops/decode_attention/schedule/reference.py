@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 from jax_hpc.ops.decode_attention.schedule.heuristics import (
     EMPTY_COST,
+    MIN_CTA_COST,
     TILE_COST,
     TILE_TOKENS,
-    min_cta_cost,
+    WHOLE_TILES,
     task_cost,
 )
 from jax_hpc.ops.decode_attention.schedule.signature import Operands, Params, Results
@@ -30,7 +31,7 @@ def decode_schedule(operands: Operands, params: Params) -> Results:
     task = task_cost(fp8_cache=params.fp8_cache)
     cost, shift = _axis_costs(tiles, heads, task)
     ends = jnp.cumsum(cost * heads)
-    cuts = _cuts(ends[-1], params.num_ctas, min_cta_cost(fp8_cache=params.fp8_cache))
+    cuts = _cuts(ends[-1], params.num_ctas)
     sequence = _search(ends, cuts)
     # A cut at the very end falls into no sequence; it is put right below.
     beyond = sequence == tiles.shape[0]
@@ -38,7 +39,7 @@ def decode_schedule(operands: Operands, params: Params) -> Results:
     offset = cuts - (ends[sequence] - cost[sequence] * heads)
     head, within = jnp.divmod(offset, cost[sequence])
     tile = ((within << shift) - task + TILE_COST // 2) // TILE_COST
-    tile = jnp.clip(tile, 0, tiles[sequence])
+    tile = jnp.where(tiles.max() > WHOLE_TILES, jnp.clip(tile, 0, tiles[sequence]), 0)
     pair = sequence * heads + head
     # A cut behind a pair's last tile is a cut before the next pair.
     whole = (tile == tiles[sequence]) & (tile > 0)
@@ -78,9 +79,9 @@ def _bit_length(x: jax.Array) -> jax.Array:
     return 32 - jax.lax.clz(x)
 
 
-def _cuts(total: jax.Array, num_ctas: int, floor: int) -> jax.Array:
+def _cuts(total: jax.Array, num_ctas: int) -> jax.Array:
     """Boundaries of near-equal spans of the axis: [num_ctas + 1], the last ones empty if idle."""
-    working = jnp.clip(total // floor, 1, num_ctas)
+    working = jnp.clip(total // MIN_CTA_COST, 1, num_ctas)
     share, rest = jnp.divmod(total, working)
     index = jnp.minimum(jnp.arange(num_ctas + 1, dtype=jnp.int32), working)
     return index * share + jnp.minimum(index, rest)
