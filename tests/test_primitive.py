@@ -180,13 +180,13 @@ def test_fallback_on_cuda_is_announced_once(no_gpu: None) -> None:
 def test_a_kernel_held_back_is_taken_on_request_only(
     no_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    toy = make(dataclasses.replace(KERNEL, held_back=lambda: _primitive.UNTRIED))
+    toy = make(dataclasses.replace(KERNEL, held_back=lambda: _primitive.ON_TRIAL))
     with pytest.warns(FallbackWarning, match="toy runs on its XLA form.*'cuda' asks for it"):
         text = lower(toy, "auto", ("cuda",))
     assert "custom_call @jax_hpc" not in text
     assert "custom_call @jax_hpc.toy.v1" in lower(toy, "cuda", ("cuda",))
     monkeypatch.setattr(_registry, "gpus", lambda: ("a GPU",))
-    assert _registry.kernel_status(toy) == f"XLA form ({_primitive.UNTRIED})"
+    assert _registry.kernel_status(toy) == f"XLA form ({_primitive.ON_TRIAL})"
     assert _registry.kernel_status(make(KERNEL)) == "CUDA kernel"
 
 
