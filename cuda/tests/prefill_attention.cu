@@ -198,7 +198,8 @@ std::string name_of(const Case& c) {
       c.holes, c.p.max_q_len);
   std::string name = text;
   for (int b = 0; b < c.p.batch && b < 6; ++b) {
-    name += " " + std::to_string(c.q_lens[b]) + "/" + std::to_string(c.kv_lens[b]);
+    std::snprintf(text, sizeof text, " %d/%d", c.q_lens[b], c.kv_lens[b]);
+    name += text;
   }
   return name;
 }
