@@ -187,7 +187,7 @@ __device__ __forceinline__ void init_barriers(const Memory& shared) {
   for (int i = 0; i < Memory::kValueStages; ++i) {
     init_barrier(shared.value_full(i), 1);
     init_barrier(shared.value_checked(i), kCheckers);
-    init_barrier(shared.value_empty(i), kConsumerWarps);
+    init_barrier(shared.value_empty(i), kConsumerWarps + (Memory::kFp8 ? 0 : kCheckers));
   }
 #pragma unroll
   for (int i = 0; i < Memory::kRawStages; ++i) {

@@ -40,14 +40,15 @@ class Checker {
 
  private:
   __device__ __forceinline__ void check_tile(const Task& task, int tile, bool hides) {
-    // Every tile is waited for: a warp that skips two phases of a barrier takes the one before last
-    // for the one that it waits for.
+    // Every tile is waited for and let go of, as by the consumers: a warp that is two phases of a
+    // barrier ahead or behind takes another for the one that it waits for.
     wait(shared_.value_full(place_.stage), place_.parity);
     if (hides) {
       check(task, tile * kTileTokens, shared_.value(place_.stage));
       fence_shared_writes();
       release(shared_.value_checked(place_.stage));
     }
+    release(shared_.value_empty(place_.stage));
     place_.advance();
   }
 

@@ -198,8 +198,8 @@ std::string name_of(const Case& c) {
       c.holes, c.p.max_q_len);
   std::string name = text;
   for (int b = 0; b < c.p.batch && b < 6; ++b) {
-    name.append(" ").append(std::to_string(c.q_lens[b])).append("/");
-    name += std::to_string(c.kv_lens[b]);
+    std::snprintf(text, sizeof text, " %d/%d", c.q_lens[b], c.kv_lens[b]);
+    name += text;
   }
   return name;
 }
@@ -258,6 +258,20 @@ int check(bool small) {
   return failures == 0 ? 0 : 1;
 }
 
+// Cycles and nanoseconds of a short while on one SM.
+__global__ void read_clock(uint64_t* cycles_and_ns) {
+  constexpr int64_t kCycles = 50000;
+  uint64_t begin_ns;
+  uint64_t end_ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin_ns));
+  const int64_t begin = clock64();
+  while (clock64() - begin < kCycles) {
+  }
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(end_ns));
+  cycles_and_ns[0] = static_cast<uint64_t>(clock64() - begin);
+  cycles_and_ns[1] = end_ns - begin_ns;
+}
+
 // Layers with queries and caches of their own, more than 220 MB of them, and the time of one.
 void time_mix(const Mix& mix, bool fp8) {
   Problem p = make_problem(mix.batch, 8, 8, 128, 64, fp8);
@@ -307,10 +321,15 @@ void time_mix(const Mix& mix, bool fp8) {
     return jax_hpc::prefill_attention::launch(p, b, true, stream);
   };
   const double us = time_in_graph(layers, launch);
+  // The clock that a busy device has come down to.
+  DeviceArray<uint64_t> clock(2);
+  for (int i = 0; i < layers; ++i) require(launch(i, nullptr), "launch");
+  read_clock<<<1, 1>>>(clock.data());
+  const std::vector<uint64_t> clocked = clock.host();
   const double pairs = (mix.context + 0.5 * mix.q_len) * mix.q_len * mix.batch;
   const double flops = 4 * pairs * p.q_heads() * p.head_dim;
-  std::printf("%-13s %-4s %9.2f us %6.1f TFLOP/s\n", mix.name, fp8 ? "fp8" : "bf16", us,
-              flops / us * 1e-6);
+  std::printf("%-13s %-4s %9.2f us %6.1f TFLOP/s, then at %.0f MHz\n", mix.name,
+              fp8 ? "fp8" : "bf16", us, flops / us * 1e-6, 1e3 * clocked[0] / clocked[1]);
   std::fflush(stdout);
 }
 

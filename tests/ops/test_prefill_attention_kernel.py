@@ -48,7 +48,8 @@ def _as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_takes_what_has_run_within_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     for takes in (True, False):
         monkeypatch.setattr(heuristics, "AUTO_TAKES_KERNEL", takes)
-        for implementation, is_kernel in (("auto", takes), ("cuda", True)):
+        forms: list[tuple[Any, bool]] = [("auto", takes), ("cuda", True)]
+        for implementation, is_kernel in forms:
             monkeypatch.setattr(_primitive, "_WARNED", set())
             call = functools.partial(prefill_attention, max_q_len=8, implementation=implementation)
             warned = pytest.warns(FallbackWarning, match="is on trial")
