@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from benchmarks.rows import Row, row_key
 HERE = Path(__file__).parent
 BASELINES = HERE / "baselines" / "h200.jsonl"
 RESULTS = HERE / "results" / "h200"
+INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 SAME_DEVICE = ("device", "driver", "jax", "jaxlib")
 """Meta fields that all rows of a file share; sources may differ, and each row has its own."""
 
@@ -78,17 +80,30 @@ class Results:
 
 def sources_hash(operators: Sequence[str], root: Path = HERE.parent) -> str:
     """Hash of the files that an operator's speed depends on."""
-    places = [root / "cuda" / "common", *sorted((root / "cuda" / "ffi").glob("*.h"))]
-    for operator in operators:
-        places += [root / "cuda" / operator, root / "cuda" / "ffi" / f"{operator}.cc"]
-        places.append(root / "jax_hpc" / "ops" / operator)
     digest = hashlib.sha256()
-    for place in places:
-        for path in [place] if place.is_file() else sorted(place.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                digest.update(f"{path.relative_to(root)}\0".encode())
-                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    for path in sources(operators, root):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]
+
+
+def sources(operators: Sequence[str], root: Path = HERE.parent) -> list[Path]:
+    """Operators' own files, and of cuda/ whatever these include, at any remove."""
+    cuda = root / "cuda"
+    places = [root / "jax_hpc" / "ops" / operator for operator in operators]
+    places += [cuda / operator for operator in operators]
+    files = [path for place in places for path in place.rglob("*")]
+    files += [cuda / "ffi" / f"{operator}.cc" for operator in operators]
+    found = {path for path in files if path.is_file() and "__pycache__" not in path.parts}
+    pending = [path for path in found if path.is_relative_to(cuda)]
+    while pending:
+        for name in INCLUDE.findall(pending.pop().read_text()):
+            # What a header declares is defined beside it.
+            beside = {cuda / name, *((cuda / name).with_suffix(end) for end in (".cu", ".cc"))}
+            new = {path for path in beside if path.is_file()} - found
+            found |= new
+            pending += new
+    return sorted(found)
 
 
 def summary_of(samples: Sequence[float]) -> dict[str, Any]:

@@ -28,12 +28,14 @@ TERMS = 2
 WITHOUT_TERMS = ("xla", "bf16x3", "topk")
 KEEPS_FULL = ("auto-full", "xla")
 CHOICES = ("router_gemm", "route_topk")
-OPERATORS = {
+OPERATORS: dict[str, tuple[str, ...]] = {
+    "xla": (),
+    "bf16x3": (),
     "topk": ("route_topk",),
     "router+topk": CHOICES,
     "router-topk": (*CHOICES, "router_topk"),
 }
-"""Whose sources decide an impl's time, where it is not the product's alone."""
+"""Whose sources decide an impl's time, where it is not the product's alone; none for XLA's own."""
 
 
 def parse(impl: str) -> tuple[str, int | None]:
@@ -179,7 +181,12 @@ BENCHMARK = Benchmark(
     ),
     fields=fields,
     workload=workload,
-    rivals=dict.fromkeys(OURS, XLA_FORMS) | {"router-topk": ("router+topk",)},
+    # xla-parts is what "auto" itself may take.
+    rivals={
+        **dict.fromkeys(("auto", "auto-full"), ("xla", "bf16x3")),
+        "cuda": XLA_FORMS,
+        "router-topk": ("router+topk",),
+    },
     recorded=frozenset(OURS),
     remeasured={"xla": "jaxdistinct:xla-f32", "bf16x3": "jaxdistinct:xla-bf16x3"},
     # TF32 keeps 10 bits of the activations and of the weight.

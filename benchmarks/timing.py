@@ -27,6 +27,9 @@ COLD_BYTES = 200_000_000
 """Distinct bytes of a pass, several times the 60 MB of an H200's L2."""
 MIN_LAYERS = 32
 """A model has many layers, and a pass has costs of its own: its graph's start, its counter."""
+MOST_LAYERS = 128
+"""XLA compiles every layer. Operands so small that these do not fill the L2 are not weights or
+long caches, but what the step before has just written: they are in it in a model too."""
 MOST_BYTES = 32_000_000_000
 """What a pass may take of the device's memory: with larger layers it has fewer of them."""
 FEWEST_LAYERS = 8
@@ -66,7 +69,7 @@ class Measurement:
 
 
 def num_layers(layer_bytes: int, cold_bytes: int = COLD_BYTES) -> int:
-    wanted = max(MIN_LAYERS, math.ceil(cold_bytes / layer_bytes))
+    wanted = min(max(MIN_LAYERS, math.ceil(cold_bytes / layer_bytes)), MOST_LAYERS)
     return max(FEWEST_LAYERS, min(wanted, MOST_BYTES // layer_bytes))
 
 

@@ -133,6 +133,10 @@ def test_layers_are_cold_and_many():
     assert timing.num_layers(10**10) == timing.FEWEST_LAYERS == 8
 
 
+def test_tiny_operands_do_not_make_a_program_of_thousands_of_layers():
+    assert timing.num_layers(900) == timing.MOST_LAYERS == 128
+
+
 def test_measure():
     measured = timing.measure(
         product_workload(), estimate_us=5, cold_bytes=1, seconds=0.001, repeat_seconds=0.001

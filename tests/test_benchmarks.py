@@ -142,27 +142,46 @@ def test_sources_hash(tmp_path):
     def digest():
         return results.sources_hash(("router_gemm",), tmp_path)
 
-    kernel = tmp_path / "cuda" / "router_gemm" / "kernel.cuh"
-    for path in (kernel, tmp_path / "cuda" / "ffi" / "router_gemm.cc"):
+    def write(path, text="one"):
+        path = tmp_path / path
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("one")
+        path.write_text(text)
+
+    write("cuda/router_gemm/kernel.cuh", '#include "common/copies.h"')
+    write("cuda/ffi/router_gemm.cc", '#include "ffi/status.h"')
+    for header in ("common/copies", "common/barriers", "ffi/status"):
+        write(f"cuda/{header}.h", '#include "common/barriers.h"')
     before = digest()
-    unrelated = tmp_path / "jax_hpc" / "ops" / "router_gemm" / "__pycache__" / "api.pyc"
-    unrelated.parent.mkdir(parents=True)
-    unrelated.write_text("bytes")
-    (tmp_path / "cuda" / "ffi" / "other.cc").write_text("other")
-    assert digest() == before
-    kernel.write_text("two")
-    assert digest() != before
-    before = digest()
-    (tmp_path / "cuda" / "ffi" / "status.h").write_text("every handler includes it")
-    assert digest() != before
+    for unrelated in (
+        "jax_hpc/ops/router_gemm/__pycache__/api.pyc",
+        "cuda/ffi/other.cc",
+        "cuda/common/other.cuh",
+    ):
+        write(unrelated)
+        assert digest() == before
+    for mine in (
+        "cuda/router_gemm/kernel.cuh",
+        "cuda/common/barriers.cu",  # what a header two removes away declares
+        "cuda/ffi/status.h",
+        "jax_hpc/ops/router_gemm/api.py",
+    ):
+        before = digest()
+        write(mine, '#include "common/copies.h"\n// changed')
+        assert digest() != before, mine
+
+
+def test_sources_of_every_operator_are_found():
+    for op in ("router", "decode-bf16", "prologue-fp8"):
+        benchmark = rows.load(op)
+        found = {path.name for path in results.sources(benchmark.operators(benchmark.impls[0]))}
+        assert {"status.h", "launch.h", "launch.cu", "primitive.py"} <= found
 
 
 def test_a_row_goes_stale_with_its_own_operators():
     operators = {impl: BENCHMARK.operators(impl) for impl in BENCHMARK.impls}
-    for impl in ("auto", "auto-full", "cuda:3", "xla", "xla-parts", "bf16x3"):
+    for impl in ("auto", "auto-full", "cuda:3", "xla-parts"):
         assert operators[impl] == ("router_gemm",)
+    assert operators["xla"] == operators["bf16x3"] == ()
     assert operators["topk"] == ("route_topk",)
     assert operators["router+topk:3"] == ("router_gemm", "route_topk")
     assert operators["router-topk"] == ("router_gemm", "route_topk", "router_topk")
@@ -180,7 +199,7 @@ class Worker:
 
     def __init__(self, monkeypatch, times, fails=(), dies_at=None, process_limit=None):
         self.asked, self.times, self.fails, self.dies_at = [], times, fails, dies_at
-        self.hash = results.sources_hash(("router_gemm",))
+        self.hash: str | None = None  # another one than the sources have
         self.process_limit = process_limit
         self.devices = []
         self.lock = threading.Lock()
@@ -199,7 +218,8 @@ class Worker:
             if name in self.fails:
                 yield {"error": "NotImplementedError: no"}
             else:
-                yield {"us": time, "layers": 8, "spent": {}, "sources_hash": self.hash}
+                digest = self.hash or results.sources_hash(BENCHMARK.operators(impl))
+                yield {"us": time, "layers": 8, "spent": {}, "sources_hash": digest}
         if len(self.asked) == self.process_limit:
             plan.deadline = 0.0
 
@@ -296,6 +316,15 @@ def test_the_budget_keeps_what_was_measured(tmp_path, monkeypatch, capsys):
     assert len(worker.asked) == 3, "rows of fewer processes are measured again"
 
 
+def test_a_budget_that_ends_early_takes_no_row_of_more_processes_away(tmp_path, monkeypatch):
+    path = tmp_path / "router.jsonl"
+    worker = Worker(monkeypatch, [5.0, 5.0, 9.0], process_limit=3)
+    run(path, "--processes", "2", selected="qwen3/8")
+    measured = run(path, "--processes", "3", selected="qwen3/8")
+    assert len(worker.asked) == 3
+    assert measured["qwen3/8 auto"]["us"] == 5.0 and measured["qwen3/8 auto"]["processes"] == 2
+
+
 def test_a_row_measured_in_a_real_process(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XLA_FLAGS", "")
     tiny = ["--seconds", "0.001", "--repeat-seconds", "0.001", "--cold-bytes", "1"]
@@ -310,7 +339,7 @@ def test_a_row_measured_in_a_real_process(tmp_path, monkeypatch, capsys):
         meta
     )
     (row,) = (row for row in measured if row["impl"] == "xla")
-    assert row["sources_hash"] == results.sources_hash(("router_gemm",))
+    assert row["sources_hash"] == results.sources_hash(())
     assert re.search(r"s on 1 device\(s\); .*starting processes \d+, making operands", output)
     if jax.default_backend() == "cpu":
         assert "qwen3/1 cuda: NotImplementedError" in output

@@ -21,6 +21,11 @@ constexpr float kNoBase = -1e30f;
 struct Arguments {
   Problem problem;
   Cut cut;
+  Divisor by_heads;   // of pairs by KV heads
+  Divisor by_group;   // of rows by query heads of a KV head
+  Divisor by_rows;    // of all pairs' rows by those of one
+  Divisor by_splits;  // of pieces by splits
+  float cap_unit;     // what makes a score over the cap the argument of tanh's exponential of 2
   int column_tiles;
   int row_groups;
   int warps;
@@ -77,8 +82,9 @@ __device__ __forceinline__ float value_scale(const Arguments& a, int head) {
 }
 
 // Index of a pair's row in [B, S, Hq].
-__device__ __forceinline__ int64_t output_row(const Problem& p, int sequence, int head, int row) {
-  const int token = row / p.group;
+__device__ __forceinline__ int64_t output_row(const Arguments& a, int sequence, int head, int row) {
+  const Problem& p = a.problem;
+  const int token = a.by_group.divide(row);
   return (int64_t{sequence} * p.q_len + token) * (p.kv_heads * p.group) + head * p.group +
          (row - token * p.group);
 }

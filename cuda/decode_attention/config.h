@@ -34,6 +34,27 @@ struct Problem {
   __host__ __device__ int rows() const { return q_len * group; }
 };
 
+// Division by a number that the host knows: a product, where the device's own division is 25
+// instructions that no cache holds yet.
+struct Divisor {
+  int value;
+  uint32_t multiplier;
+  int shift;
+
+  static Divisor of(int value) {
+    int shift = 0;
+    while (int64_t{1} << shift < value) ++shift;
+    const uint64_t power = uint64_t{1} << (31 + shift);
+    return {value, static_cast<uint32_t>((power + value - 1) / value), shift};
+  }
+#ifdef __CUDACC__
+  // floor(n / value) of 0 <= n < 2^31.
+  __device__ int divide(int n) const {
+    return static_cast<int>(__umulhi(2 * static_cast<uint32_t>(n), multiplier) >> shift);
+  }
+#endif
+};
+
 // How the keys are cut. Either a schedule of `num_ctas` spans, or `splits` pieces of each pair
 // (sequence, KV head) by its own length alone, each of `min_split_tiles` tiles at least.
 struct Cut {
@@ -45,6 +66,7 @@ struct Cut {
 constexpr int kMostRows = 128;
 constexpr int kMostSlots = 24;
 constexpr int kMostWarps = 8;
+constexpr int kMergeKib = 8;  // shared memory of a CTA of the merge, of which 1 is the system's
 
 // Query rows are the columns of the tensor cores' products. A consumer warp holds `column_tiles`
 // times eight of them, and the warps of a CTA share out `row_groups` such blocks; warps of one
@@ -94,8 +116,10 @@ struct Layout {
 };
 
 inline Config choose(const Problem& p) {
-  constexpr int kSharedOfTwo = 113 * 1024;  // bytes of a CTA where two share an SM
-  constexpr int kSharedOfOne = 227 * 1024;
+  // Bytes of a CTA where two share an SM, and where it has one. An SM's 228 KiB, of which each CTA
+  // costs one more, leave a CTA of the merge room beside them: so it starts while they still run.
+  constexpr int kSharedOfTwo = (228 - kMergeKib) / 2 * 1024 - 1024;
+  constexpr int kSharedOfOne = (228 - kMergeKib) * 1024 - 1024;
   Config c{};
   const int rows = p.rows();
   c.column_tiles = rows <= 8 ? 1 : 2;

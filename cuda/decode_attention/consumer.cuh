@@ -15,35 +15,40 @@ class Consumer {
   using Half = HalfTile<Cache, D>;
 
  public:
-  __device__ Consumer(const Arguments& a, const Shared& shared)
+  __device__ Consumer(const Arguments& a, const Shared& shared, Thread thread)
       : a_(a),
         shared_(shared),
-        lane_(threadIdx.x % kWarpSize),
-        row_tokens_(a.problem, threadIdx.x / kWarpSize % a.row_groups * 8 * N),
-        token_warp_(threadIdx.x / kWarpSize / a.row_groups),
+        thread_(thread),
+        lane_(thread.lane),
+        row_tokens_(a, (thread.warp & (a.row_groups - 1)) * 8 * N),
+        token_warp_(thread.warp >> log2(a.row_groups)),
+        groups_(kTileTokens / kGroup * a.row_groups >> log2(a.warps)),
         key_offset_(Half::offset(lane_ % 16, lane_ / 16)),
         value_offset_(Half::offset(Cache::value_token(lane_), Cache::value_column(lane_))),
         part_tokens_(min(a.problem.page_size, kTileTokens)) {}
 
   __device__ __forceinline__ void run() {
-    if (threadIdx.x == 0) prefetch_scales(a_);
+    if (thread_.warp == 0) prefetch_scales(a_);
     for (;;) {
       wait(shared_.query_full(turn_.stage()), turn_.parity());
       const Task& task = shared_.tasks[turn_.index];
       const int tiles = task.tiles;
       if (tiles < 0) return;
-      query_.load(a_, shared_, turn_.stage(), task.head, row_tokens_.first);
+      query_.load(a_, shared_, turn_.stage(), task.head, row_tokens_.first, lane_);
       rows_.reset();
       release(shared_.query_empty(turn_.stage()));
       const Sight sight(a_.problem, task.length);
       int token = task.first_token;
       for (int i = 0; i < tiles; ++i, token += kTileTokens) take_tile(sight, token);
-      Ending<Cache, D, N>(a_, shared_, task, turn_.stage()).run(rows_);
+      Ending<Cache, D, N>(a_, shared_, task, turn_.stage(), thread_).run(rows_);
       turn_.advance();
     }
   }
 
  private:
+  // Warps and their groups are powers of 2, and a division is 25 instructions.
+  __device__ __forceinline__ static int log2(int power) { return 31 - __clz(power); }
+
   __device__ __forceinline__ void release(SharedAddress barrier) const {
     __syncwarp();
     if (lane_ == 0) arrive(barrier);
@@ -56,12 +61,11 @@ class Consumer {
     const int v = ring_.index(a_.slots);
     const uint32_t v_parity = ring_.parity(a_.slots);
     ring_.advance(a_.slots);
-    const int groups = kTileTokens / kGroup * a_.row_groups / a_.warps;  // of tokens, of this warp
     wait(shared_.full(k), k_parity);
     const uint32_t live = shared_.live[k];
-    for (int i = 0; i < groups; ++i) {
-      const int group = token_warp_ * groups + i;
-      const bool last = i + 1 == groups;
+    for (int i = 0; i < groups_; ++i) {
+      const int group = token_warp_ * groups_ + i;
+      const bool last = i + 1 == groups_;
       const int token = first_token + group * kGroup;
       if ((live >> group & 1) == 0 || !sight.any(token)) {
         if (last) release(shared_.empty(k));
@@ -76,7 +80,7 @@ class Consumer {
       const bool edge = !sight.all(token);
       const uint32_t visible = edge ? visible_scores(sight, token) : ~0u;
       uint32_t pairs[N][kPairs];
-      rows_.weigh(query_, a_.problem.cap, edge, visible, scores, pairs);
+      rows_.weigh(query_, a_.problem.cap, edge, visible, lane_, scores, pairs);
       if (i == 0) wait(shared_.full(v), v_parity);
       const uint32_t values = group_address(v, group);
       uint2 keep{~0u, ~0u};
@@ -239,9 +243,11 @@ class Consumer {
 
   const Arguments& a_;
   const Shared& shared_;
+  Thread thread_;
   int lane_;
   RowTokens row_tokens_;
   int token_warp_;  // among the warps that share out the tokens
+  int groups_;      // of 16 tokens, of this warp in a tile
   int key_offset_;
   int value_offset_;
   int part_tokens_;

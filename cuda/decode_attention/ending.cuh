@@ -11,15 +11,16 @@ class Ending {
   // Tasks take turns with two places for the warps' states: a warp may be at the end of the next
   // task while another still reads those of this one.
   __device__ __forceinline__ Ending(const Arguments& a, const Shared& shared, const Task& task,
-                                    int place)
+                                    int place, Thread thread)
       : a_(a),
         shared_(shared),
         task_(task),
+        thread_(thread),
         states_(shared.state + place * (Layout::kStateBytes / int{sizeof(float2)})) {}
 
   __device__ __forceinline__ void run(const Rows<Cache, D, N>& rows) const {
-    const int lane = threadIdx.x % kWarpSize;
-    float2* const own = states_ + threadIdx.x / kWarpSize * 8 * N;
+    const int lane = thread_.lane;
+    float2* const own = states_ + thread_.warp * 8 * N;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -65,12 +66,13 @@ class Ending {
 
   template <int n>
   __device__ __forceinline__ void share_sums(const Rows<Cache, D, N>& rows) const {
-    const int warp = threadIdx.x / kWarpSize;
-    const int lane = threadIdx.x % kWarpSize;
+    const int warp = thread_.warp;
+    const int lane = thread_.lane;
+    const int row_group = warp & (a_.row_groups - 1);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int row = lane % 4 * 2 + c;
-      const float shrink = power_of_2(rows.base[n][c] - common_base(warp % a_.row_groups, n, row));
+      const float shrink = power_of_2(rows.base[n][c] - common_base(row_group, n, row));
       float* const to = shared_.merge + (warp * 8 + row) * kMergeRow + Cache::first_dim(lane);
 #pragma unroll
       for (int m = 0; m < D / 16; ++m) {
@@ -89,7 +91,8 @@ class Ending {
   // Every thread takes eight neighbouring values of a row, of all warps that have some.
   __device__ __forceinline__ void write_rows(int n) const {
     constexpr int kUnits = D / 8;
-    for (int i = threadIdx.x; i < a_.row_groups * 8 * kUnits; i += a_.warps * kWarpSize) {
+    for (int i = thread_.warp * kWarpSize + thread_.lane; i < a_.row_groups * 8 * kUnits;
+         i += a_.warps * kWarpSize) {
       const int unit = i % kUnits;
       const int tile_row = i / kUnits % 8;
       const int row_group = i / (kUnits * 8);
@@ -127,10 +130,11 @@ class Ending {
 
   __device__ __forceinline__ void write_output(int row, int unit, float base, float total,
                                                const float (&values)[8]) const {
-    const int q_head = task_.head * a_.problem.group + row % a_.problem.group;
+    const int q_head =
+        task_.head * a_.problem.group + row - a_.by_group.divide(row) * a_.problem.group;
     const Closing closing = close_row(base, total, a_.sinks, q_head);
     const float weight = closing.weight * value_scale(a_, task_.head);
-    const int64_t at = output_row(a_.problem, task_.sequence, task_.head, row);
+    const int64_t at = output_row(a_, task_.sequence, task_.head, row);
     uint4 packed;
     packed.x = pack_bf16(values[0] * weight, values[1] * weight);
     packed.y = pack_bf16(values[2] * weight, values[3] * weight);
@@ -143,6 +147,7 @@ class Ending {
   const Arguments& a_;
   const Shared& shared_;
   const Task& task_;
+  Thread thread_;
   float2* states_;
 };
 

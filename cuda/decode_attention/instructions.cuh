@@ -94,10 +94,6 @@ __device__ __forceinline__ float power_of_2(float x) {
   return result;
 }
 
-__device__ __forceinline__ void prefetch_descriptor(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // A tile of an array of rank 4 by the copy engine.
 __device__ __forceinline__ void copy_tile(SharedAddress to, const CUtensorMap* map,
                                           SharedAddress barrier, int x, int y, int z, int w) {
@@ -131,6 +127,20 @@ __device__ __forceinline__ void copy_4(SharedAddress to, const void* from) {
 // One of the barrier's arrivals, once this thread's copies so far have landed.
 __device__ __forceinline__ void arrive_after_copies(SharedAddress barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// The same value, of which the compiler no longer knows whence it came: it stays in a register
+// instead of being read from a special one, 20 cycles and more, at every use.
+__device__ __forceinline__ int keep(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// All threads of the CTA, each warp where it stands in its own code: bar.sync promises that all are
+// at one instruction. The code is the same, but synccheck goes by it.
+__device__ __forceinline__ void start_barrier(int threads) {
+  __syncwarp();
+  asm volatile("barrier.sync 2, %0;" ::"r"(threads) : "memory");
 }
 
 // A barrier among the consumer warps only.

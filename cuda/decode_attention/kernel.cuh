@@ -20,20 +20,16 @@ __global__ void __launch_bounds__(threads_of(N), N == 1 ? 2 : 1)
   const Shared shared(
       memory, Layout::of(D, Cache::kBytes, a.problem.fp8_query ? 1 : 2, a.warps,
                          8 * N * a.row_groups, a.slots, a.problem.k_scale == ScaleKind::kToken));
-  const int warp = threadIdx.x / kWarpSize;
-  if (warp == a.warps && elect_one()) {
-    prefetch_descriptor(&k_map);
-    prefetch_descriptor(&v_map);
-    init_barriers(shared, a.slots, a.warps);
-  }
-  __syncthreads();
-  // The merge may take its place; it waits for this kernel's end before it reads what it wrote.
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  if (warp == a.warps) {
-    Producer<Cache, D>(a, &k_map, &v_map, shared).run();
+  const Thread thread{__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0),
+                      keep(static_cast<int>(threadIdx.x) % kWarpSize)};
+  if (thread.warp < a.warps) {
+    init_barriers(shared, thread.warp, a.warps);
+    wait_for_previous_kernel();
+    start_barrier((a.warps + 1) * kWarpSize);
+    Consumer<Cache, D, N>(a, shared, thread).run();
   } else {
-    Consumer<Cache, D, N>(a, shared).run();
+    wait_for_previous_kernel();
+    Producer<Cache, D>(a, &k_map, &v_map, shared, thread.lane).run();
   }
 }
 

@@ -22,16 +22,24 @@ extern template cudaError_t launch_attention<Fp8Cache>(const Arguments&, const L
 
 namespace {
 
+constexpr int64_t kMostPieces = 1 << 30;  // so that a walk over them fits int
+
 bool is_supported(const Problem& p, const Cut& cut) {
   const bool size =
       p.page_size == 16 || p.page_size == 32 || p.page_size == 64 || p.page_size == 128;
   return size && (p.head_dim == 64 || p.head_dim == 128) && p.rows() <= kMostRows && p.q_len >= 1 &&
-         p.q_len <= 8 && (p.fp8_cache || !p.fp8_query) && (cut.splits > 0 || cut.num_ctas > 0);
+         p.q_len <= 8 && (p.fp8_cache || !p.fp8_query) && (cut.splits > 0 || cut.num_ctas > 0) &&
+         int64_t{p.batch} * p.kv_heads * std::max(cut.splits, 1) <= kMostPieces;
 }
 
 Arguments gather(const Problem& p, const Cut& cut, const Config& config, const Buffers& b) {
   return {.problem = p,
           .cut = cut,
+          .by_heads = Divisor::of(p.kv_heads),
+          .by_group = Divisor::of(p.group),
+          .by_rows = Divisor::of(p.rows()),
+          .by_splits = Divisor::of(std::max(cut.splits, 1)),
+          .cap_unit = p.cap > 0 ? 2 * kLog2E / p.cap : 0,
           .column_tiles = config.column_tiles,
           .row_groups = config.row_groups,
           .warps = config.warps,

@@ -38,7 +38,7 @@ struct Rows {
   // not: adds the probabilities to the totals and leaves them as the operand of the values'
   // product.
   __device__ __forceinline__ void weigh(const Query<Cache, D, N>& query, float cap, bool edge,
-                                        uint32_t visible, float (&scores)[N][4],
+                                        uint32_t visible, int lane, float (&scores)[N][4],
                                         uint32_t (&pairs)[N][kPairs]) {
     if (cap > 0) cap_scores(query, cap, scores);
     float power[N][4];
@@ -52,7 +52,7 @@ struct Rows {
         }
       }
       if (edge) hide(visible, x);
-      raise_bases(x, power);
+      raise_bases(x, power, lane);
       relate(query, cap, edge, visible, scores, power);
     }
 #pragma unroll
@@ -124,8 +124,9 @@ struct Rows {
   }
 
   // Each row by itself: what another holds must not change its bits.
-  __device__ __forceinline__ void raise_bases(const float (&x)[N][4], const float (&power)[N][4]) {
-    const uint32_t lanes_of_row = 0x11111111u << threadIdx.x % 4;
+  __device__ __forceinline__ void raise_bases(const float (&x)[N][4], const float (&power)[N][4],
+                                              int lane) {
+    const uint32_t lanes_of_row = 0x11111111u << lane % 4;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll

@@ -21,7 +21,7 @@ struct Shared {
   int query_stride;
 
   __device__ Shared(uint8_t* memory, const Layout& l)
-      : start(shared_address(memory)),
+      : start(static_cast<SharedAddress>(keep(static_cast<int>(shared_address(memory))))),
         ring(start + Layout::kRing),
         merge(reinterpret_cast<float*>(memory + l.merge)),
         query(memory + l.query),
@@ -45,19 +45,27 @@ struct Shared {
 
 static_assert(sizeof(Task) <= 32);
 
+struct Thread {
+  int warp;
+  int lane;
+};
+
 // Arrivals that complete a phase: of queries, every lane of the producer after its copies and one
 // for the task; of a half tile, one besides the bytes; each consumer warp when it has read.
 constexpr int kQueryArrivals = kWarpSize + 1;
 
-__device__ __forceinline__ void init_barriers(const Shared& shared, int slots, int consumers) {
-  for (int i = 0; i < slots; ++i) {
-    init_barrier(shared.full(i), 1);
-    init_barrier(shared.empty(i), consumers);
-  }
-  for (int i = 0; i < 2; ++i) {
-    init_barrier(shared.query_full(i), kQueryArrivals);
-    init_barrier(shared.query_empty(i), consumers);
-  }
+// Shared out among the first four consumer warps, one thread each: an initialisation takes 40 ns
+// in a rolled loop. What lies beyond the ring's slots is initialised as well, and not used.
+__device__ __forceinline__ void init_barriers(const Shared& shared, int warp, int consumers) {
+  constexpr int kEach = kMostSlots / 2;  // half of `full` or of `empty`
+  static_assert(Layout::kEmpty == Layout::kFull + 8 * kMostSlots &&
+                Layout::kQueryEmpty == Layout::kQueryFull + 8 * 2);
+  if (warp >= 4 || !elect_one()) return;
+  const bool fills = warp < 2;
+  const SharedAddress first = shared.full(warp * kEach);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) init_barrier(first + 8 * i, fills ? 1 : consumers);
+  init_barrier(shared.query_full(warp), fills ? kQueryArrivals : consumers);
   fence_barrier_init();
 }
 

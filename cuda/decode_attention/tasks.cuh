@@ -19,31 +19,33 @@ struct Task {
 struct Pieces {
   int tiles;  // of a piece
   int count;
-  __device__ Pieces(int pair_tiles, const Cut& cut)
-      : tiles(max((pair_tiles + cut.splits - 1) / cut.splits, cut.min_split_tiles)),
+  __device__ Pieces(int pair_tiles, const Arguments& a)
+      : tiles(max(a.by_splits.divide(pair_tiles + a.cut.splits - 1), a.cut.min_split_tiles)),
         count(max((pair_tiles + tiles - 1) / tiles, 1)) {}
 };
 
 // Used by a whole warp. Lengths are read 32 at a time.
 class TaskWalk {
  public:
-  __device__ explicit TaskWalk(const Arguments& a) : a_(a), lane_(threadIdx.x % kWarpSize) {
+  __device__ TaskWalk(const Arguments& a, int lane) : a_(a), lane_(lane) {
     const int cta = static_cast<int>(blockIdx.x);
     if (a.cut.splits > 0) {
       piece_ = cta;
     } else {
       const int pair = a.span_pair[cta];
       tile_ = a.span_tile[cta];
-      sequence_ = pair / a.problem.kv_heads;
-      head_ = pair - sequence_ * a.problem.kv_heads;
+      take_pair(pair);
       pairs_left_ = a.span_pair[cta + 1] - pair;
       last_tile_ = a.span_tile[cta + 1];
     }
   }
 
-  // Where a span starts; -1 where tasks are pieces. Before the first task is taken only.
-  __device__ int first_tile_of_span() const { return a_.cut.splits > 0 ? -1 : tile_; }
-  __device__ int first_sequence() const { return min(sequence_, a_.problem.batch - 1); }
+  // The next task's first tile and its sequence, as far as they are known without the sequence's
+  // length: -1 where they are not.
+  __device__ int likely_tile() const {
+    return a_.cut.splits > 0 || a_.problem.window > 0 ? -1 : tile_;
+  }
+  __device__ int likely_sequence() const { return min(sequence_, a_.problem.batch - 1); }
 
   __device__ Task next() { return a_.cut.splits > 0 ? next_piece() : next_of_span(); }
 
@@ -67,23 +69,27 @@ class TaskWalk {
   }
 
   __device__ Task next_piece() {
-    const int splits = a_.cut.splits;
-    const int64_t pieces = int64_t{a_.problem.batch} * a_.problem.kv_heads * splits;
-    for (; piece_ < pieces; piece_ += gridDim.x) {
-      const int pair = static_cast<int>(piece_ / splits);
-      const int index = static_cast<int>(piece_ - int64_t{pair} * splits);
-      sequence_ = pair / a_.problem.kv_heads;
-      head_ = pair - sequence_ * a_.problem.kv_heads;
+    const int pieces = a_.problem.batch * a_.problem.kv_heads * a_.cut.splits;
+#pragma unroll 1
+    for (; piece_ < pieces; piece_ += static_cast<int>(gridDim.x)) {
+      const int pair = a_.by_splits.divide(piece_);
+      const int index = piece_ - pair * a_.cut.splits;
+      take_pair(pair);
       const int length = length_of(sequence_);
       const int tiles = tiles_of(length);
-      const Pieces cut(tiles, a_.cut);
+      const Pieces cut(tiles, a_);
       if (index >= cut.count) continue;
       const int start = index * cut.tiles;
-      const int slot = cut.count == 1 ? -1 : static_cast<int>(piece_);
-      piece_ += gridDim.x;
+      const int slot = cut.count == 1 ? -1 : piece_;
+      piece_ += static_cast<int>(gridDim.x);
       return make(length, start, min(tiles - start, cut.tiles), slot);
     }
     return end();
+  }
+
+  __device__ void take_pair(int pair) {
+    sequence_ = a_.by_heads.divide(pair);
+    head_ = pair - sequence_ * a_.problem.kv_heads;
   }
 
   __device__ static Task end() { return {0, 0, 0, -1, 0, 0}; }
@@ -112,7 +118,7 @@ class TaskWalk {
   int tile_ = 0;        // where the next task starts
   int pairs_left_ = 0;  // after the current one, up to the span's end
   int last_tile_ = 0;   // where the span ends in its last pair
-  int64_t piece_ = 0;
+  int piece_ = 0;
   int cached_ = -kWarpSize;  // sequence of lane 0's length
   int lengths_ = 0;
 };

@@ -35,14 +35,14 @@ struct Sight {
 // rows beyond the last have its token.
 struct RowTokens {
   int first;
-  int group;
+  Divisor by_group;
   int last_token;
 
-  __device__ __forceinline__ RowTokens(const Problem& p, int first)
-      : first(first), group(p.group), last_token(p.q_len - 1) {}
+  __device__ __forceinline__ RowTokens(const Arguments& a, int first)
+      : first(first), by_group(a.by_group), last_token(a.problem.q_len - 1) {}
 
   __device__ __forceinline__ int of(int row) const {
-    return min((first + row) / group, last_token);
+    return min(by_group.divide(first + row), last_token);
   }
 };
 

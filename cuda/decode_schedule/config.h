@@ -9,8 +9,8 @@ namespace jax_hpc::decode_schedule {
 constexpr int kTileTokens = 64;
 constexpr int kTileCost = 8;  // costs are eighths of a tile's time
 constexpr int kTaskCost = 8;
+constexpr int kTaskCostFp8 = 16;
 constexpr int kEmptyCost = 1;
-constexpr int kMinCtaCost = 2 * kTileCost + kTaskCost;
 constexpr int kAxisBits = 30;
 constexpr int kMaxCtas = 1 << 20;
 
@@ -20,7 +20,14 @@ struct Problem {
   int q_len;
   int window;  // 0: none
   int num_ctas;
+  int task_cost = kTaskCost;
 };
+
+// A task's start and end take as long whatever the cache holds, a tile of fp8 half as long.
+inline int task_cost(bool fp8_cache) { return fp8_cache ? kTaskCostFp8 : kTaskCost; }
+
+// Floor on the work of a CTA.
+__host__ __device__ inline int min_cta_cost(int task_cost) { return 2 * kTileCost + task_cost; }
 
 // Tile of the first key that any query of a sequence sees.
 __host__ __device__ inline int first_tile(int length, int q_len, int window) {
@@ -35,8 +42,8 @@ __host__ __device__ inline int count_tiles(int length, int q_len, int window) {
   return end - first_tile(length, q_len, window);
 }
 
-__host__ __device__ inline int pair_cost(int tiles) {
-  return tiles > 0 ? tiles * kTileCost + kTaskCost : kEmptyCost;
+__host__ __device__ inline int pair_cost(int tiles, int task_cost) {
+  return tiles > 0 ? tiles * kTileCost + task_cost : kEmptyCost;
 }
 
 }  // namespace jax_hpc::decode_schedule

@@ -74,7 +74,9 @@ struct Axis {
   __device__ int tiles(int sequence) const {
     return count_tiles(max(kv_lens[sequence], 0), p.q_len, p.window);
   }
-  __device__ int cost(int tiles) const { return (pair_cost(tiles) + (1 << shift) - 1) >> shift; }
+  __device__ int cost(int tiles) const {
+    return (pair_cost(tiles, p.task_cost) + (1 << shift) - 1) >> shift;
+  }
 };
 
 struct Boundary {
@@ -99,7 +101,7 @@ __device__ __forceinline__ Boundary place(const Axis& axis, int cut) {
   const int within = cut - start - head * cost;
   // To the nearest tile; an arithmetic shift divides towards minus infinity.
   static_assert(kTileCost == 8);
-  int tile = ((within << axis.shift) - kTaskCost + kTileCost / 2) >> 3;
+  int tile = ((within << axis.shift) - p.task_cost + kTileCost / 2) >> 3;
   tile = min(max(tile, 0), tiles);
   const int pair = sequence * p.kv_heads + head;
   // A cut behind a pair's last tile is a cut before the next pair.
@@ -123,7 +125,7 @@ __global__ void __launch_bounds__(kThreads)
   const int end = min(begin + axis.per_thread, p.batch);
 
   int64_t exact = 0;
-  for (int i = begin; i < end; ++i) exact += pair_cost(axis.tiles(i));
+  for (int i = begin; i < end; ++i) exact += pair_cost(axis.tiles(i), p.task_cost);
   const int64_t total_cost = block_sum(exact, sums);
   // total * heads < 2^bits
   const int bits = (32 - __clz(static_cast<int>(total_cost >> 16))) + 16 + (32 - __clz(p.kv_heads));
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(kThreads)
   block_scan(scaled, ends, scans);
 
   const int total = ends[kThreads - 1];
-  const int working = min(max(total / kMinCtaCost, 1), p.num_ctas);
+  const int working = min(max(total / min_cta_cost(p.task_cost), 1), p.num_ctas);
   const int share = total / working;
   const int rest = total - share * working;
   const bool in_shared = p.num_ctas < kSharedBounds;

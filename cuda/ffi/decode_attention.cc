@@ -164,7 +164,8 @@ ffi::Error run(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pages,
   if (unaligned.failure()) return unaligned;
   cudaError_t status = cudaSuccess;
   if (makes_schedule) {
-    status = jax_hpc::decode_schedule::launch({p.batch, p.kv_heads, p.q_len, p.window, num_ctas},
+    status = jax_hpc::decode_schedule::launch({p.batch, p.kv_heads, p.q_len, p.window, num_ctas,
+                                               jax_hpc::decode_schedule::task_cost(p.fp8_cache)},
                                               b.kv_lens, made[0], made[1], made[2], stream);
   }
   if (status == cudaSuccess) {

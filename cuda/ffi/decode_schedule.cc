@@ -15,15 +15,19 @@ using Integers = ffi::Buffer<ffi::S32, 1>;
 
 ffi::Error run(cudaStream_t stream, Integers kv_lens, ffi::Result<Integers> span_pair,
                ffi::Result<Integers> span_tile, ffi::Result<Integers> merge_last,
-               int32_t num_kv_heads, int32_t q_len, int32_t window) {
+               int32_t num_kv_heads, int32_t q_len, int32_t window, bool fp8_cache) {
   const auto num_ctas = merge_last->dimensions()[0];
   if (span_pair->dimensions()[0] != num_ctas + 1 || span_tile->dimensions()[0] != num_ctas + 1) {
     return ffi::Error::InvalidArgument(
         "decode_schedule: shapes must be span_pair and span_tile [num_ctas + 1], merge_last "
         "[num_ctas]");
   }
-  const schedule::Problem problem{static_cast<int>(kv_lens.dimensions()[0]), num_kv_heads, q_len,
-                                  window, static_cast<int>(num_ctas)};
+  const schedule::Problem problem{static_cast<int>(kv_lens.dimensions()[0]),
+                                  num_kv_heads,
+                                  q_len,
+                                  window,
+                                  static_cast<int>(num_ctas),
+                                  schedule::task_cost(fp8_cache)};
   return jax_hpc::to_error(
       "decode_schedule",
       schedule::launch(problem, kv_lens.typed_data(), span_pair->typed_data(),
@@ -41,5 +45,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(decode_schedule, run,
                                   .Ret<Integers>()
                                   .Attr<int32_t>("num_kv_heads")
                                   .Attr<int32_t>("q_len")
-                                  .Attr<int32_t>("window"),
+                                  .Attr<int32_t>("window")
+                                  .Attr<bool>("fp8_cache"),
                               {ffi::Traits::kCmdBufferCompatible});

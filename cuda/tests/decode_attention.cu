@@ -2,9 +2,10 @@
 //
 //   decode_attention check       all options on random batches
 //   decode_attention check small a few tiny ones, for compute-sanitizer's slower tools
-//   decode_attention time        the recorded baselines' mixes, cold caches, each call of a graph
-//                                on its own; the practical floor is 4 us + bytes / 4.5 TB/s
-//   decode_attention tune        the same with other numbers of CTAs and costs of the schedule
+//   decode_attention check races tiny ones that racecheck can judge: see reuses_memory
+//   decode_attention time [tp8]  the recorded baselines' mixes (tp8: of one KV head only), cold
+//                                caches; the practical floor is 4 us + bytes / 4.5 TB/s
+//   decode_attention tune [tp8]  the same with other numbers of CTAs and costs of the schedule
 //
 // Built by `make kernel-tests`.
 #include <cstdio>
@@ -18,6 +19,7 @@ namespace {
 using namespace jax_hpc::tests;
 using jax_hpc::decode_attention::Buffers;
 using jax_hpc::decode_attention::Cut;
+using jax_hpc::decode_schedule::task_cost;
 
 struct Case {
   Problem p;
@@ -70,24 +72,6 @@ std::vector<int> make_table(Problem& p, const std::vector<int>& lengths, bool ho
   return table;
 }
 
-struct DeviceSchedule {
-  DeviceArray<int> pair;
-  DeviceArray<int> tile;
-  DeviceArray<int> last;
-  explicit DeviceSchedule(int ctas) : pair(ctas + 1), tile(ctas + 1), last(ctas) {}
-  explicit DeviceSchedule(const Schedule& s) : pair(s.pair), tile(s.tile), last(s.last) {}
-  void set(Buffers& b) const {
-    b.span_pair = pair.data();
-    b.span_tile = tile.data();
-    b.merge_last = last.data();
-  }
-};
-
-bool is_same(const DeviceSchedule& got, const Schedule& want) {
-  return got.pair.host() == want.pair && got.tile.host() == want.tile &&
-         got.last.host() == want.last;
-}
-
 // Why a case fails; empty when it does not.
 std::string failure_of(Case c, uint32_t seed) {
   std::mt19937 random(seed);
@@ -130,8 +114,8 @@ std::string failure_of(Case c, uint32_t seed) {
                                                    want_lse.data(), weights.data(), longest});
   require(cudaDeviceSynchronize(), "reference");
 
-  const jax_hpc::decode_schedule::Problem plan{p.batch, p.kv_heads, p.q_len, p.window,
-                                               std::max(c.cut.num_ctas, 1)};
+  const jax_hpc::decode_schedule::Problem plan{
+      p.batch, p.kv_heads, p.q_len, p.window, std::max(c.cut.num_ctas, 1), task_cost(p.fp8_cache)};
   DeviceSchedule schedule(plan.num_ctas);
   Buffers buffers{
       q.data(),   k.data(),   v.data(),           table.data(),        lengths.data(), nullptr,
@@ -237,12 +221,13 @@ Case random_case(std::mt19937& random, bool small) {
   return c;
 }
 
-int check(bool small) {
-  const int count = small ? 8 : 150;
+int check(const std::string& which) {
+  const int count = which.empty() ? 150 : which == "races" ? 12 : 8;
   std::mt19937 random(1);
   int failures = 0;
   for (int i = 0; i < count; ++i) {
-    const Case c = random_case(random, small);
+    Case c = random_case(random, !which.empty());
+    while (which == "races" && reuses_memory(c.p, c.cut, c.lengths)) c = random_case(random, true);
     const std::string failure = failure_of(c, static_cast<uint32_t>(i) * 16 + 1);
     if (failure.empty()) continue;
     if (++failures <= 12)
@@ -303,7 +288,8 @@ void time_mix(const Mix& mix, int kv_heads, bool fp8, const std::vector<Variant>
   std::printf("%s %-13s %-4s floor %7.2f |", kv_heads == 1 ? "tp8" : "tp1", mix.name,
               fp8 ? "fp8" : "bf16", floor);
   for (const Variant& variant : variants) {
-    const jax_hpc::decode_schedule::Problem plan{p.batch, kv_heads, 1, 0, variant.ctas};
+    const jax_hpc::decode_schedule::Problem plan{p.batch, kv_heads,     1,
+                                                 0,       variant.ctas, task_cost(fp8)};
     const DeviceSchedule schedule(schedule_on_host(plan, host_lengths, variant.costs));
     Cut cut = variant.split;
     jax_hpc::decode_attention::Config config = choose(p);
@@ -355,8 +341,9 @@ void time_schedule() {
   }
 }
 
-void time_all(const std::vector<Variant>& variants) {
+void time_all(const std::vector<Variant>& variants, bool all) {
   for (const int kv_heads : {1, 8}) {
+    if (kv_heads > 1 && !all) break;
     for (const bool fp8 : {false, true}) {
       for (const Mix& mix : mixes()) time_mix(mix, kv_heads, fp8, variants);
     }
@@ -369,27 +356,29 @@ int main(int argc, char** argv) {
   int num_sms = 0;
   require(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0), "device 0");
   const std::string command = argc > 1 ? argv[1] : "";
+  const std::string option = argc > 2 ? argv[2] : "";
   const int two = 2 * num_sms;
-  if (command == "check") return check(argc > 2 && std::string(argv[2]) == "small");
+  if (command == "check") return check(option);
   if (command == "time") {
     time_schedule();
-    time_all({{"us", two, {}, {}}});
+    time_all({{"us", two, {}, {}}}, option != "tp8");
     return 0;
   }
   if (command == "tune") {
     time_all({{"2/SM", two, {}, {}},
               {"1/SM", num_sms, {}, {}},
-              {"task 4", two, {4, 20}, {}},
-              {"task 16", two, {16, 32}, {}},
-              {"floor 16", two, {8, 16}, {}},
-              {"floor 48", two, {8, 48}, {}},
+              {"task 8", two, {8}, {}},
+              {"task 16", two, {16}, {}},
+              {"task 24", two, {24}, {}},
+              {"task 32", two, {32}, {}},
+              {"floor 48", two, {0, 48}, {}},
               {"ring -16K", two, {}, {}, 16},
               {"ring -32K", two, {}, {}, 32},
               {"static", two, {}, {0, 16, 8}},
-              {"split 8", two, {}, {0, 8, 1}},
-              {"split 1", two, {}, {0, 1, 1}}});
+              {"split 1", two, {}, {0, 1, 1}}},
+             option != "tp8");
     return 0;
   }
-  std::cerr << "usage: decode_attention check [small] | time | tune\n";
+  std::cerr << "usage: decode_attention check [small | races] | time [tp8] | tune [tp8]\n";
   return 2;
 }

@@ -167,13 +167,15 @@ struct Schedule {
 };
 
 struct Costs {
-  int task = decode_schedule::kTaskCost;
-  int floor = decode_schedule::kMinCtaCost;  // of a CTA
+  int task = 0;   // 0: the problem's own
+  int floor = 0;  // of a CTA; 0: what follows from the task's
 };
 
 // The schedule by its definition, for axes that fit int32 (then no cost is rounded).
 inline Schedule schedule_on_host(const decode_schedule::Problem& p, const std::vector<int>& lengths,
-                                 const Costs& costs) {
+                                 Costs costs) {
+  if (costs.task == 0) costs.task = p.task_cost;
+  if (costs.floor == 0) costs.floor = decode_schedule::min_cta_cost(costs.task);
   using decode_schedule::kTileCost;
   std::vector<int64_t> ends;  // of the pairs, on the cost axis
   std::vector<int> tiles;
@@ -209,6 +211,52 @@ inline Schedule schedule_on_host(const decode_schedule::Problem& p, const std::v
                                                  : -1);
   }
   return s;
+}
+
+struct DeviceSchedule {
+  DeviceArray<int> pair;
+  DeviceArray<int> tile;
+  DeviceArray<int> last;
+  explicit DeviceSchedule(int ctas) : pair(ctas + 1), tile(ctas + 1), last(ctas) {}
+  explicit DeviceSchedule(const Schedule& s) : pair(s.pair), tile(s.tile), last(s.last) {}
+  void set(decode_attention::Buffers& b) const {
+    b.span_pair = pair.data();
+    b.span_tile = tile.data();
+    b.merge_last = last.data();
+  }
+};
+
+inline bool is_same(const DeviceSchedule& got, const Schedule& want) {
+  return got.pair.host() == want.pair && got.tile.host() == want.tile &&
+         got.last.host() == want.last;
+}
+
+// Whether a CTA has more than two tasks, or more half tiles than its ring has places. Then it fills
+// places that consumer warps have read, and one lane of a warp has told so for all, after
+// __syncwarp: an order that racecheck does not see.
+inline bool reuses_memory(const Problem& p, const decode_attention::Cut& cut,
+                          const std::vector<int>& lengths) {
+  std::vector<int> before = {0};  // tiles of the pairs before
+  int most_tiles = 0;
+  for (const int length : lengths) {
+    const int count = decode_schedule::count_tiles(std::max(length, 0), p.q_len, p.window);
+    for (int head = 0; head < p.kv_heads; ++head) before.push_back(before.back() + count);
+    most_tiles = std::max(most_tiles, count);
+  }
+  bool has_more_tasks = false;
+  if (cut.splits == 0) {
+    const Schedule s = schedule_on_host({p.batch, p.kv_heads, p.q_len, p.window, cut.num_ctas,
+                                         decode_schedule::task_cost(p.fp8_cache)},
+                                        lengths, {});
+    most_tiles = 0;
+    for (int i = 0; i < cut.num_ctas; ++i) {
+      const int tasks = s.pair[i + 1] - s.pair[i] + (s.tile[i + 1] > 0 ? 1 : 0);
+      const int tiles = before[s.pair[i + 1]] + s.tile[i + 1] - before[s.pair[i]] - s.tile[i];
+      has_more_tasks = has_more_tasks || tasks > 2;
+      most_tiles = std::max(most_tiles, tiles);
+    }
+  }
+  return has_more_tasks || 2 * most_tiles > decode_attention::choose(p).slots;
 }
 
 // The recorded baselines' batches.

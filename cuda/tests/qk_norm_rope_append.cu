@@ -2,7 +2,8 @@
 // long it takes on cold buffers beside the floor.
 //
 //   qk_norm_rope_append check        all kinds of problems, cut in several ways
-//   qk_norm_rope_append check small  a few of them, for compute-sanitizer's slower tools
+//   qk_norm_rope_append check small  a few of them, for compute-sanitizer's slower tools; `races`,
+//                                    for racecheck, are the same
 //   qk_norm_rope_append time [T..]   heads 64/8 and 8/1, bf16 and fp8
 //   qk_norm_rope_append tune [T..]   the same, over ways to cut
 //
@@ -96,9 +97,9 @@ bool is_untouched(const Bytes& bytes, size_t first, size_t count) {
 std::string fault_of(const Problem& p, uint32_t seed) {
   const Inputs in = make_inputs(p, seed);
   const Config chosen = choose(p);
-  const int turns = turns_of_token(p);
   std::string fault;
-  const Results got = run(p, in, {chosen, chosen, {1, 1}, {3, 2}, {kMostWarps, turns}}, &fault);
+  const Results got = run(
+      p, in, {chosen, chosen, {1, 1}, {3, 2}, {kMostWarps, most_turns(turns_of_token(p))}}, &fault);
   if (!fault.empty()) return fault;
   const auto place = [&](int token, int head) {
     return std::to_string(token) + "/" + std::to_string(head);
@@ -288,8 +289,8 @@ void print_times(int q_heads, int kv_heads, bool is_fp8, int tokens, bool all) {
   std::cout << p << ": practical floor " << practical << ", " << timing.microseconds(chosen)
             << " us  " << chosen << std::endl;
   for (const int warps : {1, 2, 4}) {
-    for (const int turns : {1, 2, 3, 5, 10, 20}) {
-      if (!all || turns > turns_of_token(p)) continue;
+    for (const int turns : {1, 2, 3, 5, 8, 10, 12, 20, 45, 60, 90}) {
+      if (!all || turns > most_turns(turns_of_token(p))) continue;
       const Config config{warps, turns};
       std::cout << "  " << timing.microseconds(config) << " us  " << config << std::endl;
     }
@@ -300,9 +301,9 @@ void print_times(int q_heads, int kv_heads, bool is_fp8, int tokens, bool all) {
 
 int main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
-  if (command == "check") return check(argc > 2 && std::string(argv[2]) == "small");
+  if (command == "check") return check(argc > 2);
   if (command != "time" && command != "tune") {
-    std::cerr << "usage: qk_norm_rope_append check [small] | time [T ...] | tune [T ...]\n";
+    std::cerr << "usage: qk_norm_rope_append check [small | races] | time [T ...] | tune [T ...]\n";
     return 2;
   }
   std::vector<int> tokens;

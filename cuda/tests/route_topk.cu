@@ -3,6 +3,7 @@
 //
 //   route_topk check            all kinds of routers
 //   route_topk check small      a few of them, for compute-sanitizer's slower tools
+//   route_topk check races      the same without equal keys, for racecheck
 //   route_topk time H E K [T..] one router by time, with the overlap of the two kernels and without
 //
 // Built by `make kernel-tests`.
@@ -165,6 +166,25 @@ std::vector<float> make_logits(const Problem& p, uint32_t seed) {
   return logits;
 }
 
+// Logits and a bias that grow along the same random order of the experts: no two keys are equal.
+// Where some are, lanes of topk_cta_kernel write one place, whose content is not used then.
+std::vector<float> make_distinct_logits(const Problem& p, uint32_t seed, std::vector<float>* bias) {
+  std::vector<int> order(p.experts);
+  std::iota(order.begin(), order.end(), 0);
+  const auto key = [&](int i) { return mix(static_cast<uint32_t>(i) + mix(seed)); };
+  std::sort(order.begin(), order.end(), [&](int a, int b) { return key(a) < key(b); });
+  std::vector<float> logits(size_t(p.tokens) * p.experts);
+  for (int rank = 0; rank < p.experts; ++rank) {
+    const float place = (static_cast<float>(rank) + 0.5f) / static_cast<float>(p.experts);
+    (*bias)[order[rank]] = 0.1f * place;
+    for (int token = 0; token < p.tokens; ++token) {
+      const float spread = 4 + static_cast<float>(token % 4);
+      logits[size_t(token) * p.experts + order[rank]] = spread * (place - 0.5f);
+    }
+  }
+  return logits;
+}
+
 struct Results {
   std::vector<int32_t> ids;
   std::vector<float> weights;
@@ -195,11 +215,12 @@ std::vector<Config> all_configs(const Problem& p) {
 }
 
 // What is wrong with a problem's results; empty if nothing is.
-std::string fault_of(const Problem& p, bool has_bias, uint32_t seed) {
+std::string fault_of(const Problem& p, bool has_bias, bool distinct, uint32_t seed) {
   constexpr int kGuard = 64;
-  const std::vector<float> logits = make_logits(p, seed);
   std::vector<float> bias(p.experts);
   for (int i = 0; i < p.experts; ++i) bias[i] = 0.05f * normal(i, seed + 1);
+  const std::vector<float> logits =
+      distinct ? make_distinct_logits(p, seed, &bias) : make_logits(p, seed);
   DeviceArray<float> device_logits(logits);
   DeviceArray<float> device_bias(bias);
   const size_t size = size_t(p.tokens) * p.options.k;
@@ -258,7 +279,7 @@ std::vector<Options> all_options(int experts) {
   return all;
 }
 
-int check(bool small) {
+int check(bool small, bool distinct) {
   const std::vector<int> few = {31, 192, 257, 768, 1500};
   const std::vector<int> all = {1,   31,  33,  128,  192,  200,  257,
                                 384, 512, 768, 1000, 1023, 1500, 4096};
@@ -270,7 +291,8 @@ int check(bool small) {
         if (tokens == 300 && (small || runs % 4 != 0 || experts > 1024)) continue;
         const Problem problem{tokens, experts, options};
         const bool has_bias = runs % 2 == 0;
-        const std::string fault = fault_of(problem, has_bias, static_cast<uint32_t>(++runs));
+        const std::string fault =
+            fault_of(problem, has_bias, distinct, static_cast<uint32_t>(++runs));
         if (fault.empty()) continue;
         ++failures;
         std::cout << problem << (has_bias ? ", bias: " : ": ") << fault << "\n";
@@ -345,9 +367,9 @@ int main(int argc, char** argv) {
   int num_sms = 0;
   require(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0), "device 0");
   const std::string command = argc > 1 ? argv[1] : "";
-  if (command == "check") return check(argc > 2 && std::string(argv[2]) == "small");
+  if (command == "check") return check(argc > 2, argc > 2 && std::string(argv[2]) == "races");
   if (command != "time" || argc < 5) {
-    std::cerr << "usage: route_topk check [small] | time H E K [T ...]\n";
+    std::cerr << "usage: route_topk check [small | races] | time H E K [T ...]\n";
     return 2;
   }
   std::vector<int> tokens;

@@ -1,6 +1,7 @@
 """The decode_attention and decode_schedule kernels on a GPU: truth, edges, bits, graphs."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -151,27 +152,27 @@ def test_tiny_probabilities(rng: np.random.Generator, dtype: Any) -> None:
 def test_schedule_is_the_definition(
     rng: np.random.Generator, batch: int, heads: int, num_ctas: int, q_len: int, window: int | None
 ) -> None:
-    """Every bit of the jnp form's plan, for short, skewed and absurd lengths."""
+    """Every bit of the jnp form's plan, for short, skewed and absurd lengths, bf16 and fp8."""
     kinds = [
         rng.integers(-3, 9000, batch),
         np.where(rng.random(batch) < 0.02, 100_000, rng.integers(0, 100, batch)),
         rng.integers(0, 2**31 - 1, batch),
     ]
-    for kind in kinds:
+    for kind, kv_dtype in itertools.product(kinds, (BF16, E4M3)):
         lens = jnp.asarray(kind, jnp.int32)
         got = decode_schedule(
             lens,
             num_q_heads=heads,
             num_kv_heads=heads,
             head_dim=128,
-            kv_dtype=BF16,
+            kv_dtype=kv_dtype,
             page_size=64,
             q_len=q_len,
             window=window,
             num_ctas=num_ctas,
             implementation="cuda",
         )
-        params = Params(heads, q_len, window, num_ctas)
+        params = Params(heads, q_len, window, num_ctas, fp8_cache=kv_dtype == E4M3)
         want = jax.jit(reference.decode_schedule, static_argnums=1)(Operands(lens), params)
         for array, truth in zip(jax.tree.leaves(got), want, strict=True):
             assert_bitwise(array, truth)

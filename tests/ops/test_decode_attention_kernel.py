@@ -1,6 +1,5 @@
 """What the decode kernels are given: the call that is lowered for a GPU, and what they refuse."""
 
-import contextlib
 import functools
 import re
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from jax_hpc import _primitive, _registry
 from jax_hpc.ops.decode_attention import decode_attention, decode_schedule, heuristics
 from jax_hpc.ops.decode_attention.heuristics import Cut
-from jax_hpc.ops.decode_attention.schedule import heuristics as schedule_heuristics
 from jax_hpc.types import FallbackWarning
 from tests.support.attention_truth import BF16, E4M3
 from tests.support.lowered import decode_loop_text
@@ -43,23 +41,19 @@ def lower(call: Any, args: Any, **arrays: Any) -> str:
 def _as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_registry, "unusable_reason", lambda: None)
     monkeypatch.setattr(heuristics, "num_sms", lambda: 132)
-    monkeypatch.setattr(schedule_heuristics, "AUTO_TAKES_KERNELS", True)
 
 
 def attributes(text: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+) = (true|false|-?[\d.e+-]+)(?: : \w+)?", text))
 
 
-def test_auto_takes_what_has_run_within_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    for takes in (True, False):
-        monkeypatch.setattr(schedule_heuristics, "AUTO_TAKES_KERNELS", takes)
-        for implementation, is_kernel in (("auto", takes), ("cuda", True)):
-            monkeypatch.setattr(_primitive, "_WARNED", set())
-            call = functools.partial(decode_attention, implementation=implementation)
-            warned = pytest.warns(FallbackWarning, match="has not run within a program")
-            with contextlib.nullcontext() if is_kernel else warned:
-                assert ("decode_attention" in lower(call, arguments())) == is_kernel
-            jax.clear_caches()  # or JAX gives the program that it has
+def test_auto_takes_the_kernel_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silently: warnings are errors here."""
+    monkeypatch.setattr(_primitive, "_WARNED", set())
+    call = functools.partial(decode_attention, implementation="auto")
+    assert "@jax_hpc.decode_attention.v1" in lower(call, arguments())
+    with pytest.warns(FallbackWarning, match="decode_attention runs on its XLA form.*got 256"):
+        assert lower(call, arguments(dim=256)) == ""
 
 
 def test_call_with_everything() -> None:

@@ -15,10 +15,10 @@ from jax_hpc.ops.decode_attention.cases import BASELINE_HEADS, BASELINE_MIXES
 from jax_hpc.ops.decode_attention.schedule import heuristics
 from jax_hpc.ops.decode_attention.schedule.heuristics import (
     EMPTY_COST,
-    MIN_CTA_COST,
-    TASK_COST,
     TILE_COST,
     TILE_TOKENS,
+    min_cta_cost,
+    task_cost,
 )
 from tests.support.attention_truth import make_problem
 from tests.support.numerics import assert_close
@@ -32,10 +32,13 @@ def build(lens: np.ndarray, num_kv_heads: int = 1, **options: Any) -> DecodeSche
         jnp.asarray(lens, jnp.int32),
         num_q_heads=num_kv_heads,
         num_kv_heads=num_kv_heads,
-        **FIXED,
-        **options,
+        **{**FIXED, **options},
     )
     return jax.tree.map(np.asarray, made)
+
+
+def is_fp8(schedule: DecodeSchedule) -> bool:
+    return schedule.kv_dtype == "float8_e4m3fn"
 
 
 def tiles_of(length: int, q_len: int = 1, window: int | None = None) -> tuple[int, int]:
@@ -79,6 +82,7 @@ def walk(schedule: DecodeSchedule, lens: np.ndarray) -> list[Piece]:
 def check_invariants(schedule: DecodeSchedule, lens: np.ndarray) -> None:
     num_ctas, heads = schedule.num_ctas, schedule.num_kv_heads
     pieces = walk(schedule, lens)
+    task = task_cost(fp8_cache=is_fp8(schedule))
     covered: dict[int, int] = {}
     costs = np.zeros(num_ctas)
     slots = []
@@ -89,19 +93,19 @@ def check_invariants(schedule: DecodeSchedule, lens: np.ndarray) -> None:
         assert piece.end > piece.first or piece.tiles == 0, piece
         covered[piece.pair] = piece.end
         count = piece.end - piece.first
-        costs[piece.cta] += count * TILE_COST + TASK_COST if count else EMPTY_COST
+        costs[piece.cta] += count * TILE_COST + task if count else EMPTY_COST
         if piece.slot is not None:
             slots.append(piece.slot)
             parts.setdefault(piece.pair, []).append(piece)
     axis = 0
     for pair in range(len(lens) * heads):
         start, end = tiles_of(lens[pair // heads], schedule.q_len, schedule.window)
-        axis += (end - start) * TILE_COST + TASK_COST if end > start else EMPTY_COST
+        axis += (end - start) * TILE_COST + task if end > start else EMPTY_COST
         assert covered.pop(pair) == end - start, f"pair {pair}"
     assert not covered
     assert len(set(slots)) == len(slots) and all(0 <= s < 2 * num_ctas for s in slots)
     check_merges(schedule, parts)
-    check_balance(costs, axis)
+    check_balance(costs, axis, is_fp8(schedule))
 
 
 def check_merges(schedule: DecodeSchedule, parts: dict[int, list[Piece]]) -> None:
@@ -114,14 +118,15 @@ def check_merges(schedule: DecodeSchedule, parts: dict[int, list[Piece]]) -> Non
     assert found == {pair: [p.slot for p in pieces] for pair, pieces in parts.items()}
 
 
-def check_balance(costs: np.ndarray, axis: int) -> None:
+def check_balance(costs: np.ndarray, axis: int, fp8: bool) -> None:
     """The fullest CTA is within one task of the mean; axis is the cost before any pair is cut."""
-    task = TASK_COST + TILE_COST
-    working = int(np.clip(axis // MIN_CTA_COST, 1, len(costs)))
+    start = task_cost(fp8_cache=fp8)
+    task = start + TILE_COST
+    working = int(np.clip(axis // min_cta_cost(fp8_cache=fp8), 1, len(costs)))
     mean = costs.sum() / working
     assert costs.max() <= mean + task + 1, (costs.max(), mean)
     # A CTA that continues a pair pays one more start, which raises the mean but not the others.
-    assert np.sort(costs)[-working] >= mean - task - TASK_COST - 1, (costs, mean)
+    assert np.sort(costs)[-working] >= mean - task - start - 1, (costs, mean)
 
 
 LENGTHS = st.one_of(
@@ -177,7 +182,8 @@ def test_axis_longer_than_int32(rng):
 def check_long(schedule: DecodeSchedule, lens: np.ndarray) -> None:
     """Balance and order, without walking half a million pairs."""
     tiles = np.repeat(-(-lens.astype(np.int64) // TILE_TOKENS), schedule.num_kv_heads)
-    before = np.append(0, np.cumsum(np.where(tiles, tiles * TILE_COST + TASK_COST, EMPTY_COST)))
+    task = task_cost(fp8_cache=False)
+    before = np.append(0, np.cumsum(np.where(tiles, tiles * TILE_COST + task, EMPTY_COST)))
     pair, tile = schedule.span_pair.astype(np.int64), schedule.span_tile.astype(np.int64)
     assert (pair[0], tile[0]) == (0, 0) and (pair[-1], tile[-1]) == (len(tiles), 0)
     assert np.all(tile[:-1] < np.maximum(tiles[pair[:-1]], 1)) and np.all(tile >= 0)
@@ -193,12 +199,14 @@ def test_length_near_2_31_with_window():
 
 
 @pytest.mark.parametrize("heads", BASELINE_HEADS, ids=lambda heads: heads.name)
-def test_mixes_of_the_baselines(heads):
+@pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bf16", "fp8"])
+def test_mixes_of_the_baselines(heads, kv_dtype):
     # Padded to one batch size, so that one compilation serves all mixes.
     for mix in BASELINE_MIXES:
         lens = np.zeros(64, np.int32)
         lens[: len(mix.kv_lens)] = mix.kv_lens
-        check_invariants(build(lens, heads.num_kv_heads, num_ctas=264), lens)
+        made = build(lens, heads.num_kv_heads, num_ctas=264, kv_dtype=kv_dtype)
+        check_invariants(made, lens)
 
 
 def test_floor_on_work_per_cta():
@@ -206,7 +214,8 @@ def test_floor_on_work_per_cta():
     assert len({piece.cta for piece in walk(schedule, np.array([64, 64]))}) == 1
     schedule = build(np.array([64 * 60]), num_ctas=132)
     counts = [p.end - p.first for p in walk(schedule, np.array([64 * 60]))]
-    assert min(counts) >= (MIN_CTA_COST - TASK_COST) // TILE_COST and len(counts) > 15
+    floor = min_cta_cost(fp8_cache=False) - task_cost(fp8_cache=False)
+    assert min(counts) >= floor // TILE_COST and len(counts) > 15
 
 
 def test_empty_batch():

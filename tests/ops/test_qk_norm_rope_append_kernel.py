@@ -1,6 +1,5 @@
 """What the prologue's kernel is given: the call that is lowered for a GPU, and what it refuses."""
 
-import contextlib
 import functools
 import re
 from typing import Any
@@ -9,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_hpc import _primitive, _registry
+from jax_hpc import _registry
 from jax_hpc.fp8 import E4M3
-from jax_hpc.ops.qk_norm_rope_append import heuristics, qk_norm_rope_append
-from jax_hpc.types import FallbackWarning
+from jax_hpc.ops.qk_norm_rope_append import qk_norm_rope_append
 from tests.support.lowered import decode_loop_text
 
 T, HQ, HKV, D, P, N, R, POSITIONS = 5, 4, 2, 64, 9, 16, 32, 100
@@ -68,17 +66,12 @@ def written_in_place(text: str) -> dict[int, int]:
     return {int(result): int(operand) for result, operand in found}
 
 
-def test_auto_waits_for_a_run_within_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    for takes in (True, False):
-        monkeypatch.setattr(heuristics, "AUTO_TAKES_KERNEL", takes)
-        for implementation, is_kernel in (("auto", takes), ("cuda", True), ("xla", False)):
-            monkeypatch.setattr(_primitive, "_WARNED", set())
-            warned = pytest.warns(FallbackWarning, match="has not run within a program")
-            held_back = implementation == "auto" and not takes
-            with warned if held_back else contextlib.nullcontext():
-                text = lower(arguments(), implementation=implementation)
-            assert ("qk_norm_rope_append.v1" in text) == is_kernel
-            jax.clear_caches()  # or JAX gives the program that it has
+@pytest.mark.parametrize(
+    ("implementation", "is_kernel"), [("auto", True), ("cuda", True), ("xla", False)]
+)
+def test_auto_takes_the_kernel(implementation: str, is_kernel: bool) -> None:
+    text = lower(arguments(), implementation=implementation)
+    assert ("qk_norm_rope_append.v1" in text) == is_kernel
 
 
 def test_bare_call() -> None:
@@ -156,11 +149,8 @@ def test_no_kernel_says_why(change: dict[str, Any], words: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::jax_hpc.types.FallbackWarning")  # experts have no kernel yet
 @pytest.mark.parametrize("cache_dtype", [jnp.bfloat16, E4M3], ids=["bf16", "fp8"])
-def test_a_decode_step_calls_it_once_a_layer(
-    cache_dtype: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once "auto" takes it: straight from the projection to pages written in place."""
-    monkeypatch.setattr(heuristics, "AUTO_TAKES_KERNEL", True)
+def test_a_decode_step_calls_it_once_a_layer(cache_dtype: Any) -> None:
+    """Straight from the projection to pages written in place."""
     layers = 3
     text = decode_loop_text(cache_dtype, layers)
     calls = [line for line in text.splitlines() if "@jax_hpc.qk_norm_rope_append" in line]

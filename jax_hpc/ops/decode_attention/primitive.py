@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hpc._primitive import UNTRIED, Fold, Kernel, Operator
+from jax_hpc._primitive import Fold, Kernel, Operator
 from jax_hpc.fp8 import E4M3
 from jax_hpc.ops.decode_attention import heuristics, reference, xla
 from jax_hpc.ops.decode_attention.schedule import heuristics as schedule_heuristics
@@ -98,7 +98,6 @@ KERNEL = Kernel(
     unsupported=_unsupported,
     attributes=_attributes,
     workspaces=_workspaces,
-    held_back=lambda: None if schedule_heuristics.AUTO_TAKES_KERNELS else UNTRIED,
 )
 
 OPERATOR = Operator(

@@ -6,9 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hpc._primitive import UNTRIED, Fold, Kernel, Operator
+from jax_hpc._primitive import Fold, Kernel, Operator
 from jax_hpc.fp8 import E4M3
-from jax_hpc.ops.qk_norm_rope_append import heuristics, reference
+from jax_hpc.ops.qk_norm_rope_append import reference
 from jax_hpc.ops.qk_norm_rope_append.signature import (
     NORMS,
     ROPE_STYLES,
@@ -62,7 +62,6 @@ KERNEL = Kernel(
     attributes=_attributes,
     inputs=_inputs,
     aliases={name: name for name in ("k_pages", "v_pages", "k_scale_pages")},
-    held_back=lambda: None if heuristics.AUTO_TAKES_KERNEL else UNTRIED,
 )
 
 OPERATOR = Operator(

@@ -19,8 +19,8 @@ def _unsupported(operands: Operands, params: Params) -> str | None:
 
 
 def _attributes(operands: Operands, params: Params) -> Mapping[str, Any]:
-    del operands
-    return {"options": options(params.route), "pdl": params.overlap}
+    overlaps = params.overlap and heuristics.overlaps(operands.x.shape[0])
+    return {"options": options(params.route), "pdl": overlaps}
 
 
 def _inputs(operands: Operands) -> tuple[Any, ...]:
@@ -33,19 +33,12 @@ def _workspaces(operands: Operands, params: Params) -> tuple[jax.ShapeDtypeStruc
     return (logits_shape(operands),)
 
 
-def _preferred(operands: Operands, params: Params) -> bool:
-    del params
-    (tokens, hidden), experts = operands.x.shape, operands.weight.parts.shape[1]
-    return heuristics.prefers_kernel(tokens=tokens, hidden=hidden, experts=experts)
-
-
 KERNEL = Kernel(
     target="jax_hpc.router_topk.v1",
     unsupported=_unsupported,
     attributes=_attributes,
     inputs=_inputs,
     workspaces=_workspaces,
-    preferred=_preferred,
 )
 
 OPERATOR = Operator(

@@ -85,6 +85,7 @@ def decode_schedule(
         )
         num_ctas = heuristics.num_sms() * per_sm
     num_ctas = normalize_count(operator, "num_ctas", num_ctas, most=heuristics.MAX_CTAS)
-    params = Params(sizes["num_kv_heads"], sizes["q_len"], window, num_ctas)
+    fp8_cache = sizes["kv_dtype"] == "float8_e4m3fn"
+    params = Params(sizes["num_kv_heads"], sizes["q_len"], window, num_ctas, fp8_cache)
     results = OPERATOR(Operands(kv_lens), params, implementation=implementation)
     return DecodeSchedule(*results, batch=dims["B"], page_size=page_size, window=window, **sizes)

@@ -2,26 +2,16 @@
 
 from jax_hpc import _registry
 
-AUTO_TAKES_KERNELS = False
-"""Whether "auto" takes the kernels of decode_attention and decode_schedule. They are checked and
-timed on an H200 by cuda/tests, not yet within a program of XLA's: until then only "cuda" does."""
-
 TILE_TOKENS = 64
 """KV tokens per tile: the smallest unit of work, and the M of one Hopper wgmma."""
 
 # Costs of the cost axis, in eighths of a tile's time. Small integers: a sequence of 2^31 tokens
 # must keep its cost within int32.
 TILE_COST = 8
-TASK_COST = 8
-"""What a task costs beside its tiles: query load, pipeline start and drain, output."""
+_TASK_COST = 8
+_TASK_COST_FP8 = 16
 EMPTY_COST = 1
 """A pair without a key still has zeros to write, and must not be free to pile up on one CTA."""
-
-MIN_CTA_COST = 2 * TILE_COST + TASK_COST
-"""Floor on work per CTA: splitting finer costs more in the merge than it gains.
-
-Never below TILE_COST: two cuts inside one pair must fall on different tiles.
-"""
 
 MAX_BATCH = 65536
 MAX_PAIRS = 1 << 29
@@ -29,6 +19,22 @@ MAX_CTAS = 1 << 20
 
 _DEFAULT_SMS = 132  # H100 and H200, when a program is lowered on a host without a GPU
 _ROWS_OF_TWO = 64
+
+
+def task_cost(*, fp8_cache: bool) -> int:
+    """What a task costs beside its tiles: query load, pipeline start and drain, output.
+
+    As long whatever the cache holds, and a tile of fp8 takes half as long.
+    """
+    return _TASK_COST_FP8 if fp8_cache else _TASK_COST
+
+
+def min_cta_cost(*, fp8_cache: bool) -> int:
+    """Floor on work per CTA: splitting finer costs more in the merge than it gains.
+
+    Never below TILE_COST: two cuts inside one pair must fall on different tiles.
+    """
+    return 2 * TILE_COST + task_cost(fp8_cache=fp8_cache)
 
 
 def num_sms() -> int:

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_hpc._primitive import UNTRIED, Kernel, Operator
-from jax_hpc.ops.decode_attention.schedule import heuristics, reference
+from jax_hpc._primitive import Kernel, Operator
+from jax_hpc.ops.decode_attention.schedule import reference
 from jax_hpc.ops.decode_attention.schedule.signature import Operands, Params, shape_rule
 
 
@@ -22,6 +22,7 @@ def _attributes(operands: Operands, params: Params) -> Mapping[str, Any]:
         "num_kv_heads": np.int32(params.num_kv_heads),
         "q_len": np.int32(params.q_len),
         "window": np.int32(params.window or 0),
+        "fp8_cache": params.fp8_cache,
     }
 
 
@@ -29,7 +30,6 @@ KERNEL = Kernel(
     target="jax_hpc.decode_schedule.v1",
     unsupported=_unsupported,
     attributes=_attributes,
-    held_back=lambda: None if heuristics.AUTO_TAKES_KERNELS else UNTRIED,
 )
 
 OPERATOR = Operator(

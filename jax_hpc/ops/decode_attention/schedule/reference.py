@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from jax_hpc.ops.decode_attention.schedule.heuristics import (
     EMPTY_COST,
-    MIN_CTA_COST,
-    TASK_COST,
     TILE_COST,
     TILE_TOKENS,
+    min_cta_cost,
+    task_cost,
 )
 from jax_hpc.ops.decode_attention.schedule.signature import Operands, Params, Results
 
@@ -27,16 +27,17 @@ def decode_schedule(operands: Operands, params: Params) -> Results:
         return Results(bounds, bounds, jnp.full((params.num_ctas,), -1, jnp.int32))
     heads = params.num_kv_heads
     tiles = count_tiles(operands.kv_lens, params.q_len, params.window)
-    cost, shift = _axis_costs(tiles, heads)
+    task = task_cost(fp8_cache=params.fp8_cache)
+    cost, shift = _axis_costs(tiles, heads, task)
     ends = jnp.cumsum(cost * heads)
-    cuts = _cuts(ends[-1], params.num_ctas)
+    cuts = _cuts(ends[-1], params.num_ctas, min_cta_cost(fp8_cache=params.fp8_cache))
     sequence = _search(ends, cuts)
     # A cut at the very end falls into no sequence; it is put right below.
     beyond = sequence == tiles.shape[0]
     sequence = jnp.minimum(sequence, tiles.shape[0] - 1)
     offset = cuts - (ends[sequence] - cost[sequence] * heads)
     head, within = jnp.divmod(offset, cost[sequence])
-    tile = ((within << shift) - TASK_COST + TILE_COST // 2) // TILE_COST
+    tile = ((within << shift) - task + TILE_COST // 2) // TILE_COST
     tile = jnp.clip(tile, 0, tiles[sequence])
     pair = sequence * heads + head
     # A cut behind a pair's last tile is a cut before the next pair.
@@ -62,9 +63,9 @@ def count_tiles(kv_lens: jax.Array, q_len: int, window: int | None) -> jax.Array
     return last - first_tile(lens, q_len, window)
 
 
-def _axis_costs(tiles: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:
+def _axis_costs(tiles: jax.Array, heads: int, task: int) -> tuple[jax.Array, jax.Array]:
     """Cost of one pair of each sequence in units of 2^shift, with a sum below 2^31."""
-    cost = jnp.where(tiles > 0, tiles * TILE_COST + TASK_COST, EMPTY_COST)
+    cost = jnp.where(tiles > 0, tiles * TILE_COST + task, EMPTY_COST)
     # The exact total in two words: at most 65,536 low halves fit uint32.
     low = jnp.sum((cost & 0xFFFF).astype(jnp.uint32), dtype=jnp.uint32)
     high = jnp.sum(cost >> 16, dtype=jnp.int32) + (low >> 16).astype(jnp.int32)
@@ -77,9 +78,9 @@ def _bit_length(x: jax.Array) -> jax.Array:
     return 32 - jax.lax.clz(x)
 
 
-def _cuts(total: jax.Array, num_ctas: int) -> jax.Array:
+def _cuts(total: jax.Array, num_ctas: int, floor: int) -> jax.Array:
     """Boundaries of near-equal spans of the axis: [num_ctas + 1], the last ones empty if idle."""
-    working = jnp.clip(total // MIN_CTA_COST, 1, num_ctas)
+    working = jnp.clip(total // floor, 1, num_ctas)
     share, rest = jnp.divmod(total, working)
     index = jnp.minimum(jnp.arange(num_ctas + 1, dtype=jnp.int32), working)
     return index * share + jnp.minimum(index, rest)

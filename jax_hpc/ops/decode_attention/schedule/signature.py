@@ -23,6 +23,7 @@ class Params:
     q_len: int
     window: int | None
     num_ctas: int
+    fp8_cache: bool
 
 
 def shape_rule(operands: Operands, params: Params) -> Results:
