@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "common/wgmma.cuh"
-#include "prefill_attention/fp8_products.cuh"
+#include "common/wgmma_fp8.cuh"
 #include "prefill_attention/instructions.cuh"
 #include "prefill_attention/value_products.cuh"
 

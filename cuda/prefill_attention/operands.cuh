@@ -44,7 +44,7 @@ struct Products<Fp8Cache, D> {
 
   static __device__ __forceinline__ void scores(float (&d)[kTileTokens / 2], uint64_t a, uint64_t b,
                                                 bool accumulate) {
-    Fp8Scores<kTileTokens>::multiply(d, a, b, accumulate);
+    WgmmaE4m3<kTileTokens>::multiply(d, a, b, accumulate);
   }
   static __device__ __forceinline__ void pack(const float (&scores)[kTileTokens / 2],
                                               uint32_t (&weights)[kWords]) {
@@ -59,7 +59,7 @@ struct Products<Fp8Cache, D> {
                                                     uint32_t values) {
 #pragma unroll
     for (int k = 0; k < kTileTokens / 32; ++k) {
-      Fp8Values<D>::multiply(sums, weights + 4 * k, descriptor(values + 2 * k), k > 0);
+      WgmmaE4m3Values<D>::multiply(sums, weights + 4 * k, descriptor(values + 2 * k), k > 0);
     }
   }
 };

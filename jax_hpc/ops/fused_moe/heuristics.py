@@ -1,8 +1,8 @@
 """How XLA's form of fused_moe cuts its work, and what the kernels' launch needs."""
 
 AUTO_TAKES_KERNELS = False
-"""Whether "auto" takes the kernels. They agree with float64 in an emulation on the host, but have
-not run within a program on a GPU yet: until then only "cuda" does."""
+"""Whether "auto" takes the kernels. They are on trial: not all of their checks pass on a GPU, and
+until they do only "cuda" takes them."""
 
 MAX_TILE_ROWS = 128
 _FEWEST_TILE_ROWS = 8
