@@ -38,35 +38,6 @@ Problem make_problem(int batch, int group, int kv_heads, int head_dim, int page_
   return p;
 }
 
-// Page ids in random order; garbage beyond the length, and in holes.
-std::vector<int> make_table(Problem& p, const std::vector<int>& lengths, bool holes,
-                            std::mt19937& random) {
-  int pages = 0;
-  for (const int length : lengths) {
-    const int count = (std::max(length, 0) + p.page_size - 1) / p.page_size;
-    p.table_width = std::max(p.table_width, count + 1);
-    pages += count;
-  }
-  p.pages = pages + 2;
-  std::vector<int> order(p.pages);
-  for (int i = 0; i < p.pages; ++i) order[i] = i;
-  std::shuffle(order.begin(), order.end(), random);
-  std::vector<int> table(size_t(p.batch) * p.table_width);
-  for (int b = 0; b < p.batch; ++b) {
-    for (int i = 0; i < p.table_width; ++i) {
-      int& id = table[size_t(b) * p.table_width + i];
-      if (i * p.page_size < lengths[b]) {
-        id = order.back();
-        order.pop_back();
-        if (holes && random() % 5 == 0) id = random() % 2 == 0 ? -7 : p.pages;
-      } else {
-        id = random() % 2 == 0 ? -1 : 1 << 30;
-      }
-    }
-  }
-  return table;
-}
-
 size_t plan_size(const Problem& p) {
   return static_cast<size_t>(jax_hpc::prefill_attention::plan_ints(p.tokens, p.batch, p.group));
 }
@@ -109,7 +80,7 @@ std::string failure_of(Case c, uint32_t seed, double& worst) {
   k.poison();  // NaN in every slot that is not written
   v.poison();
   const dim3 tokens(static_cast<unsigned>(longest), static_cast<unsigned>(p.batch));
-  fill_values<<<64, 256>>>(q.data(), q.size(), seed, p.fp8_query);
+  fill_values<<<64, 256>>>(q.data(), q.size(), seed, 1, p.fp8_query);
   for (DeviceArray<float>* scale : {&q_scale, &k_scale, &v_scale}) {
     fill_uniform<<<64, 256>>>(scale->data(), scale->size(), seed + 3);
   }
@@ -298,9 +269,9 @@ void time_mix(const Mix& mix, bool fp8) {
   DeviceArray<__nv_bfloat16> out(query * layers);
   DeviceArray<float> scale(size_t(p.tokens) * p.q_heads());
   DeviceArray<int> plan(plan_size(p));
-  fill_values<<<1024, 256>>>(q.data(), query * layers, 1, fp8);
-  fill_values<<<1024, 256>>>(k.data(), cache * layers, 2, fp8);
-  fill_values<<<1024, 256>>>(v.data(), cache * layers, 3, fp8);
+  fill_values<<<1024, 256>>>(q.data(), query * layers, 1, 1, fp8);
+  fill_values<<<1024, 256>>>(k.data(), cache * layers, 2, 1, fp8);
+  fill_values<<<1024, 256>>>(v.data(), cache * layers, 3, 1, fp8);
   fill_uniform<<<64, 256>>>(scale.data(), scale.size(), 4);
   const auto launch = [&](int layer, cudaStream_t stream) {
     const size_t at = cache * layer * bytes;
