@@ -2,7 +2,7 @@
 // weights beside the floor.
 //
 //   fused_moe check           routings, formats, sizes and tile boundaries
-//   fused_moe check small     a few of them, for compute-sanitizer's slower tools
+//   fused_moe check small     a few of them, for the sanitizer's slower tools; `races` too
 //   fused_moe time [T ...]    the baselines' layers, by stage
 //
 // Built by `make kernel-tests`.
@@ -364,9 +364,9 @@ int check(bool small) {
 
 int main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
-  if (command == "check") return check(argc > 2 && std::string(argv[2]) == "small");
+  if (command == "check") return check(argc > 2);
   if (command != "time") {
-    std::cerr << "usage: fused_moe check [small] | time [T ...]\n";
+    std::cerr << "usage: fused_moe check [small | races] | time [T ...]\n";
     return 2;
   }
   std::vector<int> tokens;

@@ -1,7 +1,7 @@
 // Prefill attention without JAX: its kernels against float64, and how long they take.
 //
 //   prefill_attention check        all options on random batches
-//   prefill_attention check small  a few tiny ones, for compute-sanitizer's slower tools
+//   prefill_attention check small  a few tiny ones, for the sanitizer's slower tools; `races` too
 //   prefill_attention time [case]  the recorded baselines' batches, each call of a graph on its own
 //
 // Built by `make kernel-tests`.
@@ -309,7 +309,7 @@ void time_mix(const Mix& mix, bool fp8) {
 int main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
   const std::string which = argc > 2 ? argv[2] : "";
-  if (command == "check") return check(which == "small");
+  if (command == "check") return check(!which.empty());
   if (command == "time") {
     for (const bool fp8 : {false, true}) {
       for (const Mix& mix : mixes()) {
@@ -318,6 +318,6 @@ int main(int argc, char** argv) {
     }
     return 0;
   }
-  std::cerr << "usage: prefill_attention check [small] | time [case]\n";
+  std::cerr << "usage: prefill_attention check [small | races] | time [case]\n";
   return 2;
 }
