@@ -37,7 +37,7 @@ class Producer {
       if (walk.exists()) send_query(walk.sequence(), walk.head());
       const Task next = plan(walk, page, entry);
       // The consumers have initialised the barriers meanwhile.
-      if (!started) start_barrier((a_.warps + 1) * kWarpSize);
+      if (!started) start_barrier(kThreads);
       started = true;
       const int left = max(task_.tiles - 1, 0);
       const int tiles = left + (next.tiles > 0 ? 1 : 0);

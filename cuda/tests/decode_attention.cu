@@ -241,7 +241,6 @@ int check(const std::string& which) {
 
 struct Variant {
   std::string name;
-  int ctas_per_sm = 0;  // 0: what is chosen
   Costs costs = {};
   Cut split = {};  // instead of a schedule, where splits > 0
   int ring = 0;    // KiB, instead of what is chosen: at first, and later
@@ -298,8 +297,7 @@ void time_mix(const Mix& mix, int kv_heads, bool fp8, const std::vector<Variant>
   for (const Variant& variant : variants) {
     jax_hpc::decode_attention::Config config = choose(p);
     if (variant.ring > 0) config = with_ring(p, config, variant.ring, variant.later_ring);
-    if (variant.ctas_per_sm > 0) config.ctas_per_sm = variant.ctas_per_sm;
-    const int ctas = config.ctas_per_sm * num_sms();
+    const int ctas = num_sms();
     const jax_hpc::decode_schedule::Problem plan{p.batch, kv_heads, 1, 0, ctas, task_cost(fp8)};
     const DeviceSchedule schedule(schedule_on_host(plan, host_lengths, variant.costs));
     Cut cut = variant.split;
@@ -372,16 +370,16 @@ int main(int argc, char** argv) {
   }
   if (command == "tune") {
     time_all({{"us"},
-              {"ring 64/64", 0, {}, {}, 64, 64},
-              {"ring 96/96", 0, {}, {}, 96, 96},
-              {"ring 96/64", 0, {}, {}, 96, 64},
-              {"ring 128/48", 0, {}, {}, 128, 48},
-              {"task 16", 0, {.task = 16}},
-              {"task 32", 0, {.task = 32}},
-              {"floor 24", 0, {.floor = 24}},
-              {"floor 48", 0, {.floor = 48}},
-              {"cut all", 0, {.whole = 0}},
-              {"split 1", 0, {}, {0, 1, 1}}},
+              {"ring 64/64", {}, {}, 64, 64},
+              {"ring 96/96", {}, {}, 96, 96},
+              {"ring 96/64", {}, {}, 96, 64},
+              {"ring 128/48", {}, {}, 128, 48},
+              {"task 16", {.task = 16}},
+              {"task 32", {.task = 32}},
+              {"floor 24", {.floor = 24}},
+              {"floor 48", {.floor = 48}},
+              {"cut all", {.whole = 0}},
+              {"split 1", {}, {0, 1, 1}}},
              option != "tp8");
     return 0;
   }
