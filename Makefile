@@ -117,8 +117,9 @@ kernel-tests: $(VENV)/packages ## build cuda/tests into dist/kernel_tests: kerne
 	cmake --build build/kernel_tests --target kernel_tests
 	@mkdir -p dist && cp -r build/kernel_tests/kernel_tests dist/ && ls -l dist/kernel_tests
 
+# What is given on make's command line reaches the script in its environment; this file's JOBS does not.
 gpu-sanitize: ## run compute-sanitizer over dist/kernel_tests, on a machine with a Hopper GPU; TOOLS=, SECONDS_EACH=, JOBS=
-	@$(if $(TOOLS),TOOLS="$(TOOLS)") $(if $(SECONDS_EACH),SECONDS_EACH=$(SECONDS_EACH)) $(if $(JOBS),JOBS=$(JOBS)) scripts/gpu_sanitize.sh dist/kernel_tests/*
+	@scripts/gpu_sanitize.sh dist/kernel_tests/*
 
 clean: ## remove what make made, the virtual environment included
 	@rm -rf build dist site .pytest_cache .ruff_cache $(VENV)

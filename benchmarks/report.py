@@ -56,6 +56,7 @@ def peers_of(
         and other["op"] == row["op"]
         and case_of(other) == case
         and other["peer"] not in replaced
+        and benchmark.peer_options.get(other["peer"]) in (None, row.get(option))
     ]
     return sorted([(us, name) for name, us in here.items()] + recorded)
 

@@ -27,8 +27,11 @@ MODULES: Mapping[str, str] = {
     "router": "benchmarks.router",
     "decode-bf16": "benchmarks.decode",
     "decode-fp8": "benchmarks.decode",
+    "prefill-bf16": "benchmarks.prefill",
+    "prefill-fp8": "benchmarks.prefill",
     "prologue-bf16": "benchmarks.prologue",
     "prologue-fp8": "benchmarks.prologue",
+    "moe-fp8": "benchmarks.moe",
 }
 """The module of each op that can be measured; its BENCHMARKS has it by name."""
 OPTIONS = ("terms", "format")
@@ -52,6 +55,7 @@ class Benchmark:
     no_rivals: recorded peers that do something else, or less exactly.
     subsets: label -> which cases a further geometric mean is taken over.
     option: the key that ``:option`` sets, with its default.
+    peer_options: recorded peer -> the value of that key which it competes with; all by default.
     """
 
     op: str
@@ -67,6 +71,7 @@ class Benchmark:
     no_rivals: frozenset[str] = frozenset()
     subsets: Mapping[str, Callable[[Case], bool]] = dataclasses.field(default_factory=dict)
     option: tuple[str, Any] = ("", None)
+    peer_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def row(self, case: Case, impl: str) -> Row:
         """A row without its time."""

@@ -103,9 +103,15 @@ class Run:
             while left and self.plan.time_left > 0:
                 left = self._one_process(left, device)
         with self._lock:
-            for job in jobs:  # what the budget cut short
-                if 0 < len(self.samples.get(job_name(job), [])) < self.plan.processes:
+            for job in jobs:
+                samples = self.samples.get(job_name(job), [])
+                if 0 < len(samples) < self.plan.processes and not self._is_known(job, samples):
                     self._keep(job)
+
+    def _is_known(self, job: Job, samples: Sequence[Row]) -> bool:
+        """Whether the file has the row of a job that the budget cut short, of as many."""
+        row = self.plan.benchmark.row(*job)
+        return self.plan.results.has(row, samples[-1]["sources_hash"], len(samples))
 
     def _one_process(self, jobs: list[Job], device: int) -> list[Job]:
         """Measure jobs in a new process; gives those that it did not come to."""

@@ -26,7 +26,7 @@ from jax_hpc._checks import check_choice
 from jax_hpc._version import __version__
 from jax_hpc.types import IMPLEMENTATIONS, FallbackWarning
 
-UNTRIED = "its kernel has not run within a program yet, and implementation='cuda' asks for it"
+ON_TRIAL = "its kernel is on trial, and implementation='cuda' asks for it"
 """Why a kernel may be held back."""
 
 Form = Callable[[Any, Any], Any]

@@ -20,8 +20,9 @@ from typing import Literal, get_args
 Implementation = Literal["auto", "cuda", "xla"]
 """Which form of an operator runs.
 
-- ``"auto"``: the CUDA kernel where it can take the case, else the XLA form; on a GPU the
-  fallback is announced once by :class:`FallbackWarning`.
+- ``"auto"``: the CUDA kernel where it can take the case and is not measured to be the slower
+  form, else the XLA form; where no kernel can take it, a GPU's user is told once, by
+  :class:`FallbackWarning`.
 - ``"cuda"``: the kernel, or ``NotImplementedError`` saying why it cannot.
 - ``"xla"``: the jax.numpy / XLA form, on every platform.
 """

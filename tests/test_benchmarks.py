@@ -49,6 +49,29 @@ def test_decode_workloads_trace(op, impl, monkeypatch):
     assert len(scales) == (3 if op == "decode-fp8" else 0)
 
 
+@pytest.mark.parametrize("op", ["prefill-bf16", "prefill-fp8"])
+def test_prefill_floors_are_those_of_the_baselines(op):
+    recorded = [r for r in results.read_rows(results.BASELINES) if r["op"] == op]
+    benchmark = rows.load(op)
+    seen = {rows.case_name(rows.case_of(row)) for row in recorded}
+    assert seen == {rows.case_name(case) for case in benchmark.cases}
+    for row in recorded:
+        ours = benchmark.row(rows.case_of(row), "cuda")
+        assert ours["floor_us"] == pytest.approx(row["floor_us"], rel=1e-3), (row, ours)
+
+
+@pytest.mark.parametrize("op", ["prefill-bf16", "prefill-fp8"])
+def test_prefill_workloads_trace(op, monkeypatch):
+    monkeypatch.setattr(_registry, "unusable_reason", lambda: None)
+    workload = rows.load(op).workload({"case": "16x512 on 8K"}, "cuda")
+    operands, state = jax.eval_shape(workload.make, jax.random.key(0))
+    (q, k_pages, *_), scales = operands
+    out, left = jax.eval_shape(workload.call, operands, state)
+    assert (out.shape, out.dtype.name) == (q.shape, "bfloat16") and left == ()
+    assert q.shape == (8192, 64, 128) and k_pages.shape == (2176, 8, 64, 128)
+    assert len(scales) == (3 if op == "prefill-fp8" else 0)
+
+
 def test_prologue_floors_are_those_of_the_baselines():
     op = "prologue-bf16"
     recorded = [r for r in results.read_rows(results.BASELINES) if r["op"] == op]
@@ -171,7 +194,7 @@ def test_sources_hash(tmp_path):
 
 
 def test_sources_of_every_operator_are_found():
-    for op in ("router", "decode-bf16", "prologue-fp8"):
+    for op in ("router", "decode-bf16", "prefill-bf16", "prologue-fp8"):
         benchmark = rows.load(op)
         found = {path.name for path in results.sources(benchmark.operators(benchmark.impls[0]))}
         assert {"status.h", "launch.h", "launch.cu", "primitive.py"} <= found
@@ -314,6 +337,15 @@ def test_the_budget_keeps_what_was_measured(tmp_path, monkeypatch, capsys):
     worker = Worker(monkeypatch, [7.0, 7.0, 7.0])
     assert run(tmp_path / "r.jsonl")["qwen3/8 auto"]["processes"] == 3
     assert len(worker.asked) == 3, "rows of fewer processes are measured again"
+
+
+def test_a_budget_that_ends_early_takes_no_row_of_more_processes_away(tmp_path, monkeypatch):
+    path = tmp_path / "router.jsonl"
+    worker = Worker(monkeypatch, [5.0, 5.0, 9.0], process_limit=3)
+    run(path, "--processes", "2", selected="qwen3/8")
+    measured = run(path, "--processes", "3", selected="qwen3/8")
+    assert len(worker.asked) == 3
+    assert measured["qwen3/8 auto"]["us"] == 5.0 and measured["qwen3/8 auto"]["processes"] == 2
 
 
 def test_a_row_measured_in_a_real_process(tmp_path, monkeypatch, capsys):

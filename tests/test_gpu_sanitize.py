@@ -4,7 +4,8 @@ import os
 import subprocess
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_sanitize.sh"
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "gpu_sanitize.sh"
 
 # Takes the sanitizer's place: "--tool NAME --error-exitcode 3 PROGRAM check [small | races]".
 TOOL = """#!/bin/sh
@@ -58,3 +59,24 @@ def test_status_when_all_pass_and_when_nothing_runs(tmp_path: Path) -> None:
     assert sanitize(tmp_path, str(program), TOOLS="memcheck").returncode == 0
     nothing = sanitize(tmp_path, str(tmp_path / "missing"))
     assert nothing.returncode == 2 and "make kernel-tests" in nothing.stderr
+
+
+def test_make_passes_on_what_it_is_given_and_nothing_else(tmp_path: Path) -> None:
+    """Make's JOBS is the number of test processes: as a default it is not the sanitizer's."""
+    script = tmp_path / "scripts" / "gpu_sanitize.sh"
+    script.parent.mkdir()
+    script.write_text('#!/bin/sh\necho "tools $TOOLS, seconds $SECONDS_EACH, jobs $JOBS"\n')
+    script.chmod(0o755)
+    kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME")}
+
+    def make(*variables: str) -> str:
+        command = ["make", "-f", str(ROOT / "Makefile"), "gpu-sanitize", *variables]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert make() == "tools , seconds , jobs"
+    given = make("TOOLS=memcheck racecheck", "SECONDS_EACH=60", "JOBS=3")
+    assert given == "tools memcheck racecheck, seconds 60, jobs 3"

@@ -20,7 +20,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import timing
-from jax_hpc import _registry
 from tests.support.driver_calls import DriverCalls, driver_calls
 from tests.support.numerics import assert_bitwise
 from tests.support.operator_calls import Call, kernel_makers
@@ -207,8 +206,3 @@ def test_shards_on_two_gpus(call: Call, two_gpus: list[Any]) -> None:
         half = call.x.shape[0] // 2
         parts = [call.run(call.x[:half], call.rest), call.run(call.x[half:], call.rest)]
         assert_same(results[0], jax.tree.map(lambda *p: jnp.concatenate(p), *parts))
-
-
-def test_every_kernel_has_a_call() -> None:
-    named = {name.partition(":")[0] for name in kernel_makers()}
-    assert named == {name for name, op in _registry.OPERATORS.items() if op.kernel is not None}

@@ -177,6 +177,30 @@ def test_fallback_on_cuda_is_announced_once(no_gpu: None) -> None:
         lower(toy, "auto", ("cuda",), dtype=jnp.float32)
 
 
+def test_a_kernel_held_back_is_taken_on_request_only(
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = make(dataclasses.replace(KERNEL, held_back=lambda: _primitive.ON_TRIAL))
+    with pytest.warns(FallbackWarning, match="toy runs on its XLA form.*'cuda' asks for it"):
+        text = lower(toy, "auto", ("cuda",))
+    assert "custom_call @jax_hpc" not in text
+    assert "custom_call @jax_hpc.toy.v1" in lower(toy, "cuda", ("cuda",))
+    monkeypatch.setattr(_registry, "gpus", lambda: ("a GPU",))
+    assert _registry.kernel_status(toy) == f"XLA form ({_primitive.ON_TRIAL})"
+    assert _registry.kernel_status(make(KERNEL)) == "CUDA kernel"
+
+
+@pytest.mark.parametrize("is_preferred", [False, True])
+def test_auto_takes_the_form_measured_to_be_faster(no_gpu: None, is_preferred: bool) -> None:
+    """Silently: the XLA form is no fallback there."""
+    toy = make(dataclasses.replace(KERNEL, preferred=lambda *_: is_preferred))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = lower(toy, "auto", ("cuda",))
+    assert ("custom_call @jax_hpc" in text) is is_preferred
+    assert "custom_call @jax_hpc.toy.v1" in lower(toy, "cuda", ("cuda",))
+
+
 def test_no_warning_where_there_is_no_gpu(no_gpu: None) -> None:
     assert "custom_call" not in lower(make(KERNEL), "auto", ("cpu",))
 

@@ -23,7 +23,19 @@ EXPECTED = {
     "attention_kernel": ("HMMA.16816.F32", "LDSM.16.MT88.4", "MOVM.16.MT88", "UTMALDG.4D"),
     "combine_kernel": ("ACQBULK",),  # overlap
     "schedule_kernel": ("ACQBULK",),
-    "prologue_kernel": ("LDG.E.EF.128", "STG.E.128", "MUFU.RSQ"),  # 16 bytes at a time
+    # 16 bytes at a time: copies that no register waits for, loads from them, stores
+    "prologue_kernel": ("LDGSTS.E.BYPASS", "LDS.128", "STG.E.128", "MUFU.RSQ"),
+    "prepare_kernel": ("MATCH.ANY", "F2FP.SATFINITE.E4M3", "PREEXIT"),
+    "count_kernel": ("ATOMS", "F2FP.SATFINITE.E4M3", "PREEXIT"),
+    "place_kernel": ("ACQBULK", "MATCH.ANY", "PREEXIT"),
+    # fp8 products (QGMMA) of weights that the copy engine brings.
+    "gate_up_kernel": ("QGMMA", "UTMALDG", "LDGSTS", "SYNCS", "ACQBULK", "PREEXIT"),
+    "down_kernel": ("QGMMA", "UTMALDG", "SYNCS", "ACQBULK", "PREEXIT"),
+    "down_pairs_kernel": ("QGMMA", "UTMALDG", "SYNCS", "ACQBULK", "PREEXIT"),
+    "reduce_kernel": ("ACQBULK", "LDG.E.128", "STG.E.128"),
+    # Warpgroup products of tiles in shared memory and of probabilities in registers.
+    "prefill_kernel": ("UTMALDG.4D", "LDGSTS", "USETMAXREG", "ACQBULK"),
+    "prefill_plan_kernel": ("PREEXIT",),
     "probe_kernel": (),
 }
 # Kernel, of some template arguments (as mangled) -> what these instances need as well.
@@ -31,13 +43,22 @@ EXPECTED_OF_INSTANCES = {
     ("tiled_kernel", "ELi128EE"): ("USETMAXREG",),  # 128 tokens: registers change hands
     # Rows that are 16-byte aligned are read by asynchronous copies.
     ("stream_kernel", "Lb1E"): ("LDGSTS",),
-    ("prologue_kernel", "Lb1E"): ("F2FP.SATFINITE.E4M3", "FMNMX.NAN", "STG.E.64"),
+    ("prologue_kernel", "Lb1ENS"): ("F2FP.SATFINITE.E4M3", "FMNMX.NAN", "STG.E.64"),
+    ("prefill_kernel", "Bf16CacheE"): ("HGMMA", "tnspB"),
+    ("prefill_kernel", "Fp8CacheE"): ("QGMMA", "LDSM.16.MT88.4", "STSM.16.M88.4"),
 }
 # What none of a kernel's code may hold: a fence of all memory costs as much as these kernels gain.
 FORBIDDEN = {
     "tiled_kernel": ("MEMBAR",),
     "stream_kernel": ("MEMBAR",),
     "prologue_kernel": ("LDL", "STL", "BAR.SYNC", " ST.E"),  # stores of no known memory
+}
+# Bytes of stack that an instance may have, where ptxas runs out of registers for a few values.
+STACK = {
+    # Scores, sums and a tile's own sums of 128 dimensions: 208 of 224 registers. What is spilled
+    # is mostly of the cap's code.
+    ("prefill_kernel", "Fp8CacheELi128EE"): 112,
+    ("prefill_kernel", "Fp8CacheELi64EE"): 8,
 }
 
 
@@ -99,7 +120,14 @@ def test_nothing_is_spilled(library: str) -> None:
     usage = dump(library, "-res-usage")
     found = re.findall(r"Function (\S+?):\s*\n.*?STACK:(\d+)", usage)
     assert len(found) >= len(EXPECTED)
-    spilled = {symbol: int(size) for symbol, size in found if int(size) > 0}
+    allowed = {
+        symbol: size
+        for symbol, _ in found
+        for (kernel, instance), size in STACK.items()
+        if kernel_of(symbol) == kernel and instance in symbol
+    }
+    assert len(allowed) == len(STACK), "an instance's name is spelled otherwise"
+    spilled = {symbol: int(size) for symbol, size in found if int(size) > allowed.get(symbol, 0)}
     assert not spilled, spilled
 
 

@@ -132,7 +132,7 @@ inline Config choose(const Problem& p) {
   constexpr int kShared = (228 - kMergeKib) * 1024 - 1024;
   // A short span is over sooner with more under way than the memory needs. In a long one SMs would
   // get unequal shares of the memory by it, and end far apart.
-  constexpr int kRing = 96 * 1024;
+  constexpr int kRing = 128 * 1024;
   constexpr int kLaterRing = 48 * 1024;
   Config c{};
   const int rows = p.rows();
@@ -140,7 +140,11 @@ inline Config choose(const Problem& p) {
   c.row_groups = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 64 ? 4 : 8;
   c.team_warps = rows <= 64 ? kWarps / 2 : kWarps;
   const int slot_bytes = kTileTokens * p.head_dim * (p.fp8_cache ? 1 : 2);
-  for (c.slots = std::min(kMostSlots, kRing / slot_bytes); c.slots > 2; --c.slots) {
+  // Tiles alternate between teams, and a slot belongs to one of them: a team that waits for a slot
+  // which the other's tile has not filled yet would take the phase before for its own.
+  const int step = c.team_warps < kWarps ? 4 : 1;
+  const int most = std::min(kMostSlots, kRing / slot_bytes) / step * step;
+  for (c.slots = most; c.slots > step; c.slots -= step) {
     c.shared_bytes =
         Layout::of(p.head_dim, p.fp8_cache ? 1 : 2, p.fp8_query ? 1 : 2, c.column_tiles,
                    c.row_tile(), c.slots, p.k_scale == ScaleKind::kToken)

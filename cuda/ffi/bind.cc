@@ -13,11 +13,15 @@ namespace nb = nanobind;
 
 // One line per operator: TARGET(name, version) registers the handler `name`, which cuda/ffi/name.cc
 // defines, as "jax_hpc.<name>.v<version>". New operands, results or attributes are a new version.
-#define JAX_HPC_TARGETS(TARGET) \
-  TARGET(router_gemm, 1)        \
-  TARGET(route_topk, 1)         \
-  TARGET(router_topk, 1)        \
-  TARGET(decode_schedule, 1) TARGET(decode_attention, 1) TARGET(qk_norm_rope_append, 1)
+#define JAX_HPC_TARGETS(TARGET)  \
+  TARGET(router_gemm, 1)         \
+  TARGET(route_topk, 1)          \
+  TARGET(router_topk, 1)         \
+  TARGET(decode_schedule, 1)     \
+  TARGET(decode_attention, 1)    \
+  TARGET(qk_norm_rope_append, 1) \
+  TARGET(fused_moe, 1)           \
+  TARGET(prefill_attention, 1)
 
 #define DECLARE_TARGET(name, version) XLA_FFI_DECLARE_HANDLER_SYMBOL(name);
 JAX_HPC_TARGETS(DECLARE_TARGET)

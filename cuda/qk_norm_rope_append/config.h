@@ -47,11 +47,22 @@ __host__ __device__ constexpr int heads_of_warp(int head_dim) {
 }
 
 constexpr int kMostWarps = 4;
+constexpr int kStages = 2;  // turns of a warp whose values are under way or in use; a power of two
+constexpr int kCtasOfSm = 7;
 
+// Turns follow each other through the heads of a token, as many at a time as a warp has room for,
+// and then through those of the next token.
 struct Config {
-  int warps;  // of a CTA, one token each
-  int turns;  // of a warp, each over as many heads as it has room for
+  int warps;  // of a CTA
+  int turns;  // of a warp
 };
+
+__host__ __device__ inline int turns_of_token(const Problem& p) {
+  return (p.heads() + heads_of_warp(p.head_dim) - 1) / heads_of_warp(p.head_dim);
+}
+
+// A warp keeps one position and one slot a lane: its turns may touch 32 tokens.
+__host__ __device__ constexpr int most_turns(int turns_of_token) { return 31 * turns_of_token; }
 
 inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
   constexpr const char* kNorms[] = {"before", "after", "none"};

@@ -10,32 +10,43 @@ namespace {
 template <int kHeadDim, bool kQuantizes, class Rotation>
 cudaError_t launch_with(const Problem& p, const Config& config, const Arrays& arrays,
                         cudaStream_t stream) {
-  const LaunchShape shape{
-      .grid = dim3(static_cast<unsigned>(ceil_div(p.tokens, config.warps)),
-                   static_cast<unsigned>(ceil_div(turns_of_token(p), config.turns))),
-      .threads = config.warps * kWarpSize};
+  const int turns = turns_of_token(p);
+  const int64_t turns_of_cta = int64_t{config.warps} * config.turns;
+  const int64_t ctas = (int64_t{p.tokens} * turns + turns_of_cta - 1) / turns_of_cta;
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(ctas)),
+                          .threads = config.warps * kWarpSize};
   return jax_hpc::launch(prologue_kernel<kHeadDim, kQuantizes, Rotation>, shape, stream, p, arrays,
-                         config, Divisor(p.page_size));
+                         config, Divisor(turns), Divisor(p.page_size));
+}
+
+template <int kHeadDim, class Rotation>
+cudaError_t launch_rotation(const Problem& p, const Config& config, const Arrays& arrays,
+                            cudaStream_t stream) {
+  return p.fp8_q || p.fp8_k || p.fp8_v
+             ? launch_with<kHeadDim, true, Rotation>(p, config, arrays, stream)
+             : launch_with<kHeadDim, false, Rotation>(p, config, arrays, stream);
 }
 
 template <int kHeadDim>
 cudaError_t launch_head(const Problem& p, const Config& config, const Arrays& arrays,
                         cudaStream_t stream) {
-  using Vector = ChunkRotation<kHeadDim>;
   // The instance that can quantise serves all rare rotary widths.
   if (p.rotary % (2 * kChunk) != 0) {
     return launch_with<kHeadDim, true, AnyRotation<kHeadDim>>(p, config, arrays, stream);
   }
-  return p.fp8_q || p.fp8_k || p.fp8_v
-             ? launch_with<kHeadDim, true, Vector>(p, config, arrays, stream)
-             : launch_with<kHeadDim, false, Vector>(p, config, arrays, stream);
+  const bool is_plain = p.rotary == kHeadDim && p.options.style == Style::kHalf &&
+                        p.options.norm == Norm::kBeforeRope;
+  return is_plain
+             ? launch_rotation<kHeadDim, ChunkRotation<kHeadDim, true>>(p, config, arrays, stream)
+             : launch_rotation<kHeadDim, ChunkRotation<kHeadDim, false>>(p, config, arrays, stream);
 }
 
 }  // namespace
 
 cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,
                    cudaStream_t stream) {
-  if (config.warps < 1 || config.warps > kMostWarps || config.turns < 1) {
+  if (config.warps < 1 || config.warps > kMostWarps || config.turns < 1 ||
+      config.turns > most_turns(turns_of_token(problem))) {
     return cudaErrorInvalidValue;
   }
   switch (problem.head_dim) {

@@ -1,66 +1,83 @@
 // Rotary embedding of a lane's values: where they lie in a head, and by which angles they turn.
 #pragma once
 
+#include "common/ptx.cuh"
 #include "qk_norm_rope_append/config.h"
 #include "qk_norm_rope_append/values.cuh"
 
 namespace jax_hpc::qk_norm_rope_append {
 
+// Eight values times those of a weight in shared memory.
+__device__ __forceinline__ void weigh_chunk(SharedAddress weight, float* x) {
+  float values[kChunk];
+  read_shared(weight, values);
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) x[i] *= values[i];
+}
+
+// Both chunks of a head.
+__device__ __forceinline__ void weigh(SharedAddress weight, Places at, float (&x)[kValues]) {
+  weigh_chunk(weight + 4 * at.first, x);
+  weigh_chunk(weight + 4 * at.second, x + kChunk);
+}
+
+// A row of the table is in shared memory, as are weights.
+//
 // Rotary widths of whole chunks: a lane holds both values of each of its pairs, so that nothing
-// passes between lanes, and its angles are four vectors of the table's row.
-template <int kHeadDim>
+// passes between lanes, and its angles are four vectors of the row. Plain is half style over the
+// whole head, after the norm: the most frequent by far.
+template <int kHeadDim, bool kPlain>
 struct ChunkRotation {
-  float cosine[kChunk];
-  float sine[kChunk];
-  bool turns_first;
-  bool turns_second;
+  static constexpr bool kIsPlain = kPlain;
+  static constexpr int kRowAlignment = 16;
 
   // Of lane `place` of a head. In half style a chunk and the one rotary / 2 behind it; of the
   // values that are not rotated, which lie behind, any two chunks.
   static __device__ Places places(const Problem& p, int place) {
     const int pair = place * kChunk;
-    if (p.options.style == Style::kInterleaved) return {pair, pair + kHeadDim / 2};
+    if (kPlain || p.options.style == Style::kInterleaved) return {pair, pair + kHeadDim / 2};
     const int half = p.rotary / 2;
     return pair < half ? Places{pair, pair + half} : Places{pair + half, pair + kHeadDim / 2};
   }
 
-  __device__ ChunkRotation(const Problem& p, const float* row, Places at, int)
-      : cosine{}, sine{}, turns_first(at.first < p.rotary), turns_second(at.second < p.rotary) {
-    if (p.options.style == Style::kHalf) {
-      if (!turns_first) return;
-      read(row + at.first, cosine);
-      read(row + at.first + p.rotary / 2, sine);
-    } else {
-      if (turns_first) read_four(row + at.first / 2, p.rotary, 0);
-      if (turns_second) read_four(row + at.second / 2, p.rotary, kChunk / 2);
-    }
-  }
+  __device__ explicit ChunkRotation(int) {}
 
-  // The whole warp calls it; a head is left as it is where `wanted` is false.
-  __device__ void turn(const Problem& p, float (&x)[kValues], bool wanted) const {
+  // Weighs a head, if `weighs`, and turns it. The whole warp calls it; a head is left as it is
+  // where `wanted` is false.
+  __device__ void turn(const Problem& p, SharedAddress row, SharedAddress weight, bool weighs,
+                       Places at, float (&x)[kValues], bool wanted) const {
     if (!wanted) return;
-    if (p.options.style == Style::kHalf) {
-      if (!turns_first) return;
+    if (weighs) weigh(weight, at, x);
+    const int rotary = kPlain ? kHeadDim : p.rotary;
+    const SharedAddress sines = row + 4 * (rotary / 2);
+    if (kPlain || p.options.style == Style::kHalf) {
+      if (!kPlain && at.first >= rotary) return;
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) turn_pair(x[i], x[i + kChunk], i);
+      for (int i = 0; i < kChunk; i += 4) {
+        turn_four<1, kChunk>(row + 4 * (at.first + i), sines + 4 * (at.first + i), x + i);
+      }
     } else {
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) {
-        if (i < kChunk / 2 ? turns_first : turns_second) turn_pair(x[2 * i], x[2 * i + 1], i);
+      if (at.first < rotary) turn_four<2, 1>(row + 2 * at.first, sines + 2 * at.first, x);
+      if (at.second < rotary) {
+        turn_four<2, 1>(row + 2 * at.second, sines + 2 * at.second, x + kChunk);
       }
     }
   }
 
  private:
-  __device__ void read_four(const float* from, int rotary, int index) {
-    const float4 c = __ldg(reinterpret_cast<const float4*>(from));
-    const float4 s = __ldg(reinterpret_cast<const float4*>(from + rotary / 2));
-    cosine[index] = c.x, cosine[index + 1] = c.y, cosine[index + 2] = c.z, cosine[index + 3] = c.w;
-    sine[index] = s.x, sine[index + 1] = s.y, sine[index + 2] = s.z, sine[index + 3] = s.w;
+  // Pairs x[i * kStep] and x[i * kStep + kApart].
+  template <int kStep, int kApart>
+  static __device__ void turn_four(SharedAddress cosines, SharedAddress sines, float* x) {
+    const float4 c = load_shared(cosines);
+    const float4 s = load_shared(sines);
+    turn_pair(x[0], x[kApart], c.x, s.x);
+    turn_pair(x[kStep], x[kStep + kApart], c.y, s.y);
+    turn_pair(x[2 * kStep], x[2 * kStep + kApart], c.z, s.z);
+    turn_pair(x[3 * kStep], x[3 * kStep + kApart], c.w, s.w);
   }
-  __device__ void turn_pair(float& a, float& b, int i) const {
-    const float turned = a * cosine[i] - b * sine[i];
-    b = b * cosine[i] + a * sine[i];
+  static __device__ void turn_pair(float& a, float& b, float cosine, float sine) {
+    const float turned = a * cosine - b * sine;
+    b = b * cosine + a * sine;
     a = turned;
   }
 };
@@ -69,42 +86,45 @@ struct ChunkRotation {
 // widths no vector fits; nothing here is meant to be fast.
 template <int kHeadDim>
 struct AnyRotation {
-  const float* row;
-  Places at;
+  static constexpr bool kIsPlain = false;
+  static constexpr int kRowAlignment = 4;
   float* head;
 
   static __device__ Places places(const Problem&, int place) {
     return {place * kChunk, place * kChunk + kHeadDim / 2};
   }
 
-  __device__ AnyRotation(const Problem&, const float* row, Places at, int head_of_cta)
-      : row(row), at(at) {
+  __device__ explicit AnyRotation(int head_of_cta) {
     __shared__ float heads[kMostWarps * heads_of_warp(kHeadDim) * kHeadDim];
     head = heads + head_of_cta * kHeadDim;
   }
 
-  __device__ void turn(const Problem& p, float (&x)[kValues], bool wanted) const {
+  __device__ void turn(const Problem& p, SharedAddress row, SharedAddress weight, bool weighs,
+                       Places at, float (&x)[kValues], bool wanted) const {
+    if (wanted && weighs) weigh(weight, at, x);
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) head[index(i)] = x[i];
+    for (int i = 0; i < kValues; ++i) head[index(at, i)] = x[i];
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      if (wanted && index(i) < p.rotary) x[i] = turned(p, x[i], index(i));
+      if (wanted && index(at, i) < p.rotary) x[i] = turned(p, row, x[i], index(at, i));
     }
     __syncwarp();
   }
 
  private:
-  __device__ int index(int i) const { return (i < kChunk ? at.first : at.second - kChunk) + i; }
-  __device__ float turned(const Problem& p, float x, int index) const {
+  static __device__ int index(Places at, int i) {
+    return (i < kChunk ? at.first : at.second - kChunk) + i;
+  }
+  __device__ float turned(const Problem& p, SharedAddress row, float x, int index) const {
     const int half = p.rotary / 2;
     const bool is_half = p.options.style == Style::kHalf;
     const bool is_first = is_half ? index < half : index % 2 == 0;
     const int step = is_half ? half : 1;
     const int pair = !is_half ? index / 2 : is_first ? index : index - half;
     const float other = head[is_first ? index + step : index - step];
-    const float across = other * __ldg(row + half + pair);
-    return x * __ldg(row + pair) + (is_first ? -across : across);
+    const float across = other * load_shared_float(row + (half + pair) * 4);
+    return x * load_shared_float(row + pair * 4) + (is_first ? -across : across);
   }
 };
 

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "common/ptx.cuh"
+
 namespace jax_hpc::qk_norm_rope_append {
 
 constexpr int kChunk = 8;  // values that are read at once, 16 bytes in bf16
@@ -18,46 +20,39 @@ struct Places {
   int second;
 };
 
-// Two chunks as they lie in memory.
-struct Packed {
-  uint4 first;
-  uint4 second;
-};
-
-// Read once, and not needed again.
-__device__ __forceinline__ Packed read_once(const __nv_bfloat16* head, Places at) {
-  return {__ldcs(reinterpret_cast<const uint4*>(head + at.first)),
-          __ldcs(reinterpret_cast<const uint4*>(head + at.second))};
-}
-
-__device__ __forceinline__ Packed read(const __nv_bfloat16* head, Places at) {
-  return {__ldg(reinterpret_cast<const uint4*>(head + at.first)),
-          __ldg(reinterpret_cast<const uint4*>(head + at.second))};
-}
-
 __device__ __forceinline__ void unpack(uint32_t pair, float* values) {
   values[0] = __uint_as_float(pair << 16);
   values[1] = __uint_as_float(pair & 0xffff0000u);
 }
 
-__device__ __forceinline__ void unpack(const uint4& chunk, float* values) {
-  unpack(chunk.x, values);
-  unpack(chunk.y, values + 2);
-  unpack(chunk.z, values + 4);
-  unpack(chunk.w, values + 6);
+// Eight values of shared memory.
+__device__ __forceinline__ void read_chunk(SharedAddress from, float* values) {
+  const float4 v = load_shared(from);
+  unpack(__float_as_uint(v.x), values);
+  unpack(__float_as_uint(v.y), values + 2);
+  unpack(__float_as_uint(v.z), values + 4);
+  unpack(__float_as_uint(v.w), values + 6);
 }
-
-__device__ __forceinline__ void unpack(const Packed& packed, float (&values)[kValues]) {
-  unpack(packed.first, values);
-  unpack(packed.second, values + kChunk);
-}
-
-// Eight floats, 16 bytes at a time.
-__device__ __forceinline__ void read(const float* from, float* values) {
-  const float4 low = __ldg(reinterpret_cast<const float4*>(from));
-  const float4 high = __ldg(reinterpret_cast<const float4*>(from) + 1);
+__device__ __forceinline__ void read_shared(SharedAddress from, float* values) {
+  const float4 low = load_shared(from);
+  const float4 high = load_shared(from + sizeof(float4));
   values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
   values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+}
+
+__device__ __forceinline__ float load_shared_float(SharedAddress from) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_shared_float(SharedAddress to, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
+}
+
+// 4 bytes from global to shared memory, as copy_16.
+__device__ __forceinline__ void copy_4(SharedAddress to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
@@ -75,9 +70,12 @@ __device__ __forceinline__ void store(void* to, const uint2& v) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(v.x), "r"(v.y) : "memory");
 }
 
-__device__ __forceinline__ void write(__nv_bfloat16* to, const float* v) {
-  store(to, uint4{pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
-                  pack_bf16(v[6], v[7])});
+// Eight values, times a factor.
+__device__ __forceinline__ void write_bf16(void* to, const float* v, float factor) {
+  uint32_t pairs[kChunk / 2];
+#pragma unroll
+  for (int i = 0; i < kChunk; i += 2) pairs[i / 2] = pack_bf16(v[i] * factor, v[i + 1] * factor);
+  store(to, uint4{pairs[0], pairs[1], pairs[2], pairs[3]});
 }
 
 // jax_hpc/fp8.py: nearest, ties to even, clamped to +-448; NaN stays NaN.
@@ -88,7 +86,7 @@ __device__ __forceinline__ uint32_t pack_fp8(const float* v, float factor) {
          uint32_t{__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, __NV_E4M3)} << 16;
 }
 
-__device__ __forceinline__ void write(__nv_fp8_e4m3* to, const float* v, float factor) {
+__device__ __forceinline__ void write_fp8(void* to, const float* v, float factor) {
   store(to, uint2{pack_fp8(v, factor), pack_fp8(v + 4, factor)});
 }
 
@@ -105,22 +103,56 @@ __device__ __forceinline__ float larger(float a, float b) {
   return result;
 }
 
-// Over the lanes of a head; every lane of the warp takes part.
-template <int kLanes>
-__device__ __forceinline__ float sum_of_head(float value) {
-#pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    value += __shfl_xor_sync(0xffffffffu, value, step);
-  }
-  return value;
+// At most the largest finite float; NaN stays NaN.
+__device__ __forceinline__ float finite(float value) {
+  float result;
+  asm("min.NaN.f32 %0, %1, 0f7F7FFFFF;" : "=f"(result) : "f"(value));
+  return result;
 }
-template <int kLanes>
-__device__ __forceinline__ float largest_of_head(float value) {
+
+// 1 / value of a normal number, within 1 unit of its last place.
+__device__ __forceinline__ float quick_reciprocal(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+// The same value. What a shuffle gives stays in a register; else the compiler may work it out from
+// the thread's index in every turn.
+__device__ __forceinline__ SharedAddress kept(SharedAddress value) {
+  return __shfl_xor_sync(0xffffffffu, value, 0);
+}
+
+__device__ __forceinline__ float sum_of_squares(const float (&x)[kValues]) {
+  float sum = 0;
+  float other = 0;  // two chains of additions take half the time of one
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    sum += x[i] * x[i];
+    other += x[i + kChunk] * x[i + kChunk];
+  }
+  return sum + other;
+}
+
+__device__ __forceinline__ float largest(const float (&x)[kValues]) {
+  float most = larger(x[0], x[kChunk]);
+  float other = larger(x[1], x[kChunk + 1]);
+#pragma unroll
+  for (int i = 2; i < kChunk; i += 2) {
+    most = larger(larger(most, x[i]), x[i + kChunk]);
+    other = larger(larger(other, x[i + 1]), x[i + 1 + kChunk]);
+  }
+  return larger(most, other);
+}
+
+// Over the lanes of a head; every lane of the warp takes part. The steps of both go side by side.
+template <int kLanes, bool kFindsLargest>
+__device__ __forceinline__ void join_head(float& sum, float& most) {
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) {
-    value = larger(value, __shfl_xor_sync(0xffffffffu, value, step));
+    sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (kFindsLargest) most = larger(most, __shfl_xor_sync(0xffffffffu, most, step));
   }
-  return value;
 }
 
 }  // namespace jax_hpc::qk_norm_rope_append

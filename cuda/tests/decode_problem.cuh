@@ -14,55 +14,13 @@
 
 #include "decode_attention/launch.h"
 #include "decode_schedule/launch.h"
+#include "paged_problem.cuh"
 #include "support.cuh"
 
 namespace jax_hpc::tests {
 
 using decode_attention::Problem;
 using decode_attention::ScaleKind;
-
-__device__ inline void store(void* array, size_t i, float value, bool fp8) {
-  if (fp8) {
-    static_cast<__nv_fp8_e4m3*>(array)[i] = __nv_fp8_e4m3(value);
-  } else {
-    static_cast<__nv_bfloat16*>(array)[i] = __float2bfloat16(value);
-  }
-}
-__device__ inline float load(const void* array, size_t i, bool fp8) {
-  if (fp8) return float(static_cast<const __nv_fp8_e4m3*>(array)[i]);
-  return __bfloat162float(static_cast<const __nv_bfloat16*>(array)[i]);
-}
-
-static __global__ void fill_values(void* array, size_t size, uint32_t seed, float scale, bool fp8) {
-  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
-       i += size_t{gridDim.x} * blockDim.x) {
-    store(array, i, normal(i, seed) * scale, fp8);
-  }
-}
-
-static __global__ void fill_uniform(float* array, size_t size, uint32_t seed) {
-  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
-       i += size_t{gridDim.x} * blockDim.x) {
-    array[i] = 0.5f + static_cast<float>(mix(static_cast<uint32_t>(i) + mix(seed))) * 0x1p-32f;
-  }
-}
-
-// The tokens of each sequence; what is not written keeps what it holds. One block a token.
-static __global__ void fill_tokens(Problem p, void* pages, const int* table, const int* lengths,
-                                   uint32_t seed) {
-  const int sequence = static_cast<int>(blockIdx.y);
-  const int token = static_cast<int>(blockIdx.x);
-  if (token >= lengths[sequence]) return;
-  const int page = table[int64_t{sequence} * p.table_width + token / p.page_size];
-  if (page < 0 || page >= p.pages) return;
-  for (int i = threadIdx.x; i < p.kv_heads * p.head_dim; i += blockDim.x) {
-    const int head = i / p.head_dim;
-    const size_t at =
-        ((size_t(page) * p.kv_heads + head) * p.page_size + token % p.page_size) * p.head_dim +
-        i % p.head_dim;
-    store(pages, at, normal(at, seed), p.fp8_cache);
-  }
-}
 
 // Attention of one row a block, in float64, by its definition.
 struct Reference {

@@ -97,9 +97,9 @@ bool is_untouched(const Bytes& bytes, size_t first, size_t count) {
 std::string fault_of(const Problem& p, uint32_t seed) {
   const Inputs in = make_inputs(p, seed);
   const Config chosen = choose(p);
-  const int turns = turns_of_token(p);
   std::string fault;
-  const Results got = run(p, in, {chosen, chosen, {1, 1}, {3, 2}, {kMostWarps, turns}}, &fault);
+  const Results got = run(
+      p, in, {chosen, chosen, {1, 1}, {3, 2}, {kMostWarps, most_turns(turns_of_token(p))}}, &fault);
   if (!fault.empty()) return fault;
   const auto place = [&](int token, int head) {
     return std::to_string(token) + "/" + std::to_string(head);
@@ -289,8 +289,8 @@ void print_times(int q_heads, int kv_heads, bool is_fp8, int tokens, bool all) {
   std::cout << p << ": practical floor " << practical << ", " << timing.microseconds(chosen)
             << " us  " << chosen << std::endl;
   for (const int warps : {1, 2, 4}) {
-    for (const int turns : {1, 2, 3, 5, 10, 20}) {
-      if (!all || turns > turns_of_token(p)) continue;
+    for (const int turns : {1, 2, 3, 5, 8, 10, 12, 20, 45, 60, 90}) {
+      if (!all || turns > most_turns(turns_of_token(p))) continue;
       const Config config{warps, turns};
       std::cout << "  " << timing.microseconds(config) << " us  " << config << std::endl;
     }

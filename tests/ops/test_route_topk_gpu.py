@@ -192,11 +192,14 @@ def test_huge_and_tiny_logits(rng: np.random.Generator, experts: int) -> None:
 
 
 def test_is_what_the_xla_form_gives(rng: np.random.Generator) -> None:
-    logits = jnp.asarray(logits_of(rng, 200, 192))
+    # So far apart that no rounding of a score changes the choice.
+    steps = rng.permuted(np.tile(np.arange(192), (200, 1)), axis=1)
+    logits = jnp.asarray((steps / 24 - 4).astype(np.float32))
     for options in ({}, {"scoring": "sigmoid", "renormalize": True, "scale": 2.0}):
-        got, want = cuda(logits, 8, **options), route_topk(logits, 8, **options)
+        got = cuda(logits, 8, **options)
+        want = route_topk(logits, 8, implementation="xla", **options)
         np.testing.assert_array_equal(got.ids, want.ids)
-        assert_close(got.weights, want.weights, rtol=1e-6)
+        assert_close(got.weights, want.weights, rtol=2e-6)
 
 
 def test_vmap_and_empty_batches(rng: np.random.Generator) -> None:

@@ -105,11 +105,17 @@ def test_what_the_handler_is_given(
     assert call.rstrip().endswith(f"({given}) -> ({results})"), call
 
 
-def test_overlap_can_be_switched_off() -> None:
+def test_overlap_is_of_few_tokens_and_can_be_switched_off() -> None:
     route = RouteParams(2, "softmax", False, 1.0, 0, 1, 1)
-    given = Operands(X, WEIGHT, None)
-    assert KERNEL.attributes(given, Params(route))["pdl"] is True
-    assert KERNEL.attributes(given, Params(route, overlap=False))["pdl"] is False
+    most = heuristics.MOST_OVERLAPPED_TOKENS
+
+    def overlaps(tokens: int, params: Params) -> object:
+        x: Any = shape(tokens, 64, dtype=jnp.bfloat16)
+        return KERNEL.attributes(Operands(x, WEIGHT, None), params)["pdl"]
+
+    assert overlaps(most, Params(route)) is True
+    assert overlaps(most, Params(route, overlap=False)) is False
+    assert overlaps(most + 1, Params(route)) is False
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,7 @@ def test_no_kernel(monkeypatch: pytest.MonkeyPatch, experts: int, dtype: Any, wo
         lower(x, weight, None, k=2, implementation="cuda")
 
 
-def test_overlap_is_for_few_tokens() -> None:
+def test_overlap_ends_where_it_was_measured_to_lose() -> None:
     """The threshold lies between the sizes that gained by it and those that lost."""
     for row in heuristics.MEASURED:
         assert heuristics.overlaps(row.tokens) == (row.overlapped < row.one_after_the_other), row

@@ -11,6 +11,7 @@ import pytest
 
 from jax_hpc import RouteResult, route_topk, router_gemm, router_topk, split_router_weight
 from jax_hpc.ops.route_topk.signature import Params as RouteParams
+from jax_hpc.ops.router_topk import heuristics
 from jax_hpc.ops.router_topk.cases import CASES, Case
 from jax_hpc.ops.router_topk.primitive import OPERATOR
 from jax_hpc.ops.router_topk.signature import Operands, Params
@@ -64,11 +65,10 @@ def test_shapes(rng: np.random.Generator, shape: tuple[int, int, int], terms: in
     assert_same(cuda(x, weight, k, bias=bias), two_calls(x, weight, k, bias=bias))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "hidden"), [(1, 1024), (16, 1024), (300, 1024), (4096, 1024), (70, 1023)]
-)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 1024), (16, 1024), (128, 1024), (70, 1023)])
 def test_overlap_changes_no_bit(rng: np.random.Generator, tokens: int, hidden: int) -> None:
     """Eagerly and in a loop of graphs whose calls follow each other, over many inputs."""
+    assert heuristics.overlaps(tokens), "with more tokens there is nothing to switch off"
     x, weight, bias = operands(rng, tokens, hidden, 192)
     route = RouteParams(8, "sigmoid", True, 2.5, 0, 1, 1)
 

@@ -1,6 +1,10 @@
 """Independent float64 numpy of the MoE layer, one (token, choice) pair at a time.
 
 Quantises at the stated points with ml_dtypes; everything between them is float64.
+
+A value of the intermediate near a tie of e4m3 may round to either side, since products are added
+up in another order, and on tensor cores with fewer bits than float32 has. ``slack`` says how far
+that may move each result: one e4m3 step of each such value, times its weight.
 """
 
 from typing import Any
@@ -11,6 +15,10 @@ import numpy as np
 from jax_hpc.ops.fused_moe import DenseExperts, Experts, Fp8BlockExperts, Fp8TensorExperts
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+NEAR = 2.0**-9
+"""How far a sum may be off, in parts of the norm of what is added up."""
 
 
 def moe(
@@ -24,12 +32,35 @@ def moe(
     shared: Any = None,
     identity: Any = None,
 ) -> np.ndarray:
+    return moe_and_slack(
+        x,
+        ids,
+        weights,
+        experts,
+        x_scale=x_scale,
+        offset=offset,
+        shared=shared,
+        identity=identity,
+    )[0]
+
+
+def moe_and_slack(
+    x: Any,
+    ids: Any,
+    weights: Any,
+    experts: Experts,
+    *,
+    x_scale: Any = None,
+    offset: int = 0,
+    shared: Any = None,
+    identity: Any = None,
+) -> tuple[np.ndarray, np.ndarray]:
     x, ids = np.asarray(x), np.asarray(ids).astype(np.int64)
     weights = np.asarray(weights, np.float64)
     num_experts = experts.down.shape[0]
     if isinstance(experts, Fp8TensorExperts) and x_scale is None:
         x_scale = experts.input_scale
-    out = np.zeros(x.shape)
+    out, slack = np.zeros(x.shape), np.zeros(x.shape)
     for t in range(len(x)):
         row_scale = None if x_scale is None else np.asarray(x_scale, np.float64)
         if row_scale is not None and row_scale.ndim == 2:
@@ -37,7 +68,9 @@ def moe(
         for k in range(ids.shape[1]):
             expert = ids[t, k] - offset
             if ids[t, k] >= 0 and 0 <= expert < num_experts:
-                out[t] += weights[t, k] * network(x[t], row_scale, experts, int(expert))
+                value, spare = network(x[t], row_scale, experts, int(expert))
+                out[t] += weights[t, k] * value
+                slack[t] += abs(weights[t, k]) * spare
         if shared is not None:
             out[t] += np.asarray(shared[t], np.float64)
         if identity is not None:
@@ -45,26 +78,39 @@ def moe(
             if x.dtype == E4M3:
                 own = own * spread(row_scale, x.shape[1])
             out[t] += float(identity[t]) * own
-    return out
+    return out, slack
 
 
-def network(x: np.ndarray, scale: Any, experts: Experts, e: int) -> np.ndarray:
+def network(x: np.ndarray, scale: Any, experts: Experts, e: int) -> tuple[np.ndarray, np.ndarray]:
+    """An expert's output for one row, and the slack of it."""
     if isinstance(experts, DenseExperts):
         gate, up = (weight64(experts.gate_up[e, i]) @ x.astype(np.float64) for i in range(2))
         hidden = silu(gate) * up
         hidden = hidden.astype(x.dtype).astype(np.float64)
-        return weight64(experts.down[e]) @ hidden
+        out = weight64(experts.down[e]) @ hidden
+        return out, np.zeros_like(out)
     if isinstance(experts, Fp8TensorExperts):
         own = x if x.dtype == E4M3 else quantize(x, scale)
         own = own.astype(np.float64) * scale
-        gate = weight64(experts.gate_up[e, 0]) * float(experts.gate_scale[e]) @ own
-        up = weight64(experts.gate_up[e, 1]) * float(experts.up_scale[e]) @ own
+        gate = weight64(experts.gate_up[e, 0]) * float(experts.gate_scale[e])
+        up = weight64(experts.gate_up[e, 1]) * float(experts.up_scale[e])
         act = float(np.broadcast_to(experts.act_scale, len(experts.down))[e])
-        hidden = quantize(silu(gate) * up, act).astype(np.float64) * act
-        return weight64(experts.down[e]) * float(experts.down_scale[e]) @ hidden
+        down = weight64(experts.down[e]) * float(experts.down_scale[e])
+        return through_e4m3(own, gate, up, down, lambda v: quantize(v, act).astype(float) * act)
     own = x.astype(np.float64) * spread(scale, len(x)) if x.dtype == E4M3 else by_groups(x)
-    gate, up = (block_weight(experts, e, i) @ own for i in range(2))
-    return block_weight(experts, e, None) @ by_groups(silu(gate) * up)
+    gate, up, down = (block_weight(experts, e, half) for half in (0, 1, None))
+    return through_e4m3(own, gate, up, down, by_groups)
+
+
+def through_e4m3(
+    x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray, rounded: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    g, u = gate @ x, up @ x
+    value = silu(g) * u
+    off_g, off_u = (NEAR * np.sqrt(np.square(w) @ np.square(x)) for w in (gate, up))
+    near = off_g * np.abs(u) + off_u * np.abs(silu(g)) + NEAR * np.abs(value)
+    step = np.abs(rounded(value + near) - rounded(value - near))
+    return down @ rounded(value), np.abs(down) @ step
 
 
 def block_weight(experts: Fp8BlockExperts, e: int, half: int | None) -> np.ndarray:

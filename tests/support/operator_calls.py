@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_hpc
 from jax_hpc import _registry
+from jax_hpc.ops.fused_moe import quantize_experts_blockwise, quantize_experts_per_tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +140,8 @@ def _scheduled_decode_attention(rng: np.random.Generator) -> Call:
     )
 
 
-def _prefill_attention(rng: np.random.Generator) -> Call:
-    k, v = _pages(rng, 4)
+def _prefill_attention(rng: np.random.Generator, dim: int = 16, dtype: Any = jnp.float32) -> Call:
+    k, v = _pages(rng, 4, dim, dtype)
     rest = (k, v, _integers([[0, 3], [5, -1]]), *map(_integers, ([1, 5], [4, 2], [20, 7])))
 
     def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
@@ -150,11 +151,12 @@ def _prefill_attention(rng: np.random.Generator) -> Call:
     return Call(
         "prefill_attention",
         run,
-        _array(rng, 8, 8, 16),
+        _array(rng, 8, 8, dim),
         rest,
         heads,
         (heads, heads, P(), P(), P(), P()),
         heads,
+        launches=2,
     )
 
 
@@ -215,6 +217,21 @@ def _fused_moe(rng: np.random.Generator) -> Call:
     return Call("fused_moe", run, _array(rng, 8, 32), rest, rows, (rows, rows, P()), rows)
 
 
+def _fp8_moe(rng: np.random.Generator, launches: int = 4, **sizes: Any) -> Call:
+    """In fp8: per tensor, or by blocks of ``block_rows``."""
+    experts, tokens = 4, sizes.get("tokens", 8)
+    dense = jax_hpc.DenseExperts(_array(rng, experts, 2, 48, 64), _array(rng, experts, 64, 48))
+    if "block_rows" in sizes:
+        quantised = quantize_experts_blockwise(dense, block_rows=sizes["block_rows"])
+    else:
+        quantised = quantize_experts_per_tensor(dense, input_scale=0.01, act_scale=0.5)
+    ids = _integers(rng.integers(-1, experts + 1, (tokens, 2)))
+    rest = (ids, jnp.abs(_array(rng, tokens, 2)), quantised)
+    call = _fused_moe(rng)
+    x = _array(rng, tokens, 64, dtype=jnp.bfloat16)
+    return dataclasses.replace(call, x=x, rest=rest, launches=launches)
+
+
 MAKERS = {
     "decode_attention": _decode_attention,
     "decode_schedule": _decode_schedule,
@@ -248,6 +265,16 @@ _PATHS = {
         "fp8 cache": _fp8_decode_attention,
         "four splits": functools.partial(_decode_attention_kernel, launches=2, num_splits=4),
         "uncut": functools.partial(_decode_attention_kernel, launches=1, num_splits=1),
+    },
+    "fused_moe": {
+        "per tensor": _fp8_moe,
+        "blocks": functools.partial(_fp8_moe, block_rows=128),
+        "blocks of 64 rows": functools.partial(_fp8_moe, block_rows=64),
+        "many pairs": functools.partial(_fp8_moe, launches=5, tokens=4098),
+    },
+    "prefill_attention": {
+        "bf16": functools.partial(_prefill_attention, dim=64, dtype=jnp.bfloat16),
+        "fp8 cache": functools.partial(_prefill_attention, dim=128, dtype=jnp.float8_e4m3fn),
     },
     "qk_norm_rope_append": {
         "bf16 cache": functools.partial(_qk_norm_rope_append, dim=64, dtype=jnp.bfloat16),

@@ -79,7 +79,7 @@ def fused_moe(
     check_dtype(_OPERATOR, "topk_ids", topk_ids, (jnp.int32,))
     check_dtype(_OPERATOR, "topk_weights", topk_weights, (jnp.float32,))
     check(dims["K"] >= 1, _OPERATOR, "topk_ids", expected="of K >= 1", got=dims["K"])
-    experts = _check_experts(dims, experts)
+    _check_experts(dims, experts)
     experts, x_scale = _check_x(dims, x, experts, x_scale)
     if shared_output is not None:
         dims.match("shared_output", shared_output, "T H")
@@ -101,8 +101,7 @@ def fused_moe(
     return OPERATOR(operands, Params(), implementation=implementation).out
 
 
-def _check_experts(dims: Dims, experts: Experts) -> Experts:
-    """Check the weights, and give per-tensor experts an act_scale of ``[E]``."""
+def _check_experts(dims: Dims, experts: Experts) -> None:
     if not isinstance(experts, Experts):
         raise TypeError(
             f"{_OPERATOR}: argument 'experts' must be DenseExperts, Fp8TensorExperts or "
@@ -119,18 +118,17 @@ def _check_experts(dims: Dims, experts: Experts) -> Experts:
         got=dims["I"],
     )
     if isinstance(experts, DenseExperts):
-        return experts
+        return
     for name in ("gate_up", "down"):
         check_dtype(_OPERATOR, f"experts.{name}", getattr(experts, name), (E4M3,))
     if isinstance(experts, Fp8BlockExperts):
         _check_block_scales(dims, experts)
-        return experts
+        return
     for name in ("gate_scale", "up_scale", "down_scale"):
         _check_scale(dims, f"experts.{name}", getattr(experts, name), "E")
     _check_scale(dims, "experts.input_scale", experts.input_scale, "")
     per_expert = jnp.ndim(experts.act_scale) > 0
     _check_scale(dims, "experts.act_scale", experts.act_scale, "E" if per_expert else "")
-    return dataclasses.replace(experts, act_scale=jnp.broadcast_to(experts.act_scale, dims["E"]))
 
 
 def _check_block_scales(dims: Dims, experts: Fp8BlockExperts) -> None:

@@ -3,7 +3,6 @@
 Shared by the truth and by XLA's form, which differ only in which rows they give to whom.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -57,15 +56,13 @@ def dequantized_x(operands: Operands) -> jax.Array:
 
 def select_expert(experts: Experts, index: jax.Array) -> Experts:
     """The experts pytree of one expert: every ``[E, ...]`` array at ``index``."""
-    shared = {"input_scale"}
-    picked = {
-        field.name: jax.lax.dynamic_index_in_dim(
-            getattr(experts, field.name), index, keepdims=False
-        )
-        for field in dataclasses.fields(experts)
-        if field.name not in shared and not field.metadata.get("static")
-    }
-    return dataclasses.replace(experts, **picked)
+
+    def pick(array: jax.Array) -> jax.Array:
+        if array.ndim == 0:  # one for all experts
+            return array
+        return jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
+
+    return jax.tree.map(pick, experts)
 
 
 def apply_expert(rows: Rows, expert: Experts) -> jax.Array:

@@ -1,6 +1,12 @@
-"""How XLA's form of fused_moe cuts its work."""
+"""How XLA's form of fused_moe cuts its work, and what the kernels' launch needs."""
+
+AUTO_TAKES_KERNELS = False
+"""Whether "auto" takes the kernels. They are on trial: not all of their checks pass on a GPU, and
+until they do only "cuda" takes them."""
 
 MAX_TILE_ROWS = 128
+_FEWEST_TILE_ROWS = 8
+_PAIRS_OF_CTA = 8192
 
 
 def tile_rows(pairs: int, experts: int) -> int:
@@ -32,3 +38,14 @@ def prefers_ragged_dot(pairs: int, experts: int) -> bool:
     """
     rows = tile_rows(pairs, experts)
     return pairs > experts // 3 and rows < MAX_TILE_ROWS
+
+
+def tile_capacity(pairs: int, experts: int) -> int:
+    """Tiles that the kernels may make of any routing: tile_capacity of cuda/fused_moe/launch.h."""
+    return max_tiles(pairs, experts, _FEWEST_TILE_ROWS)
+
+
+def num_counts(pairs: int, experts: int) -> int:
+    """Counts that CTAs of the index leave for each other, as num_counts of the same file."""
+    ctas = -(-pairs // _PAIRS_OF_CTA)
+    return ctas * -(-experts // 2) if ctas > 1 else 0

@@ -13,8 +13,8 @@ from jax_hpc.ops.fused_moe.weights import Experts
 class Operands(NamedTuple):
     """Arrays of one call, normalised by api.py.
 
-    Per-tensor experts have ``act_scale [E]``, and the scale of an x that is fp8 already in
-    ``input_scale``; ``x_scale`` is that of block experts only.
+    Per-tensor experts have the scale of an x that is fp8 already in ``input_scale``; ``x_scale``
+    is that of block experts only.
     """
 
     x: jax.Array

@@ -28,9 +28,10 @@ def router_topk(
 ) -> RouteResult:
     """The k experts of each token and their weights, from its activations.
 
-    :func:`jax_hpc.route_topk` of the logits that :func:`jax_hpc.router_gemm` gives, with the
-    same bits as the two calls. On a GPU the second kernel starts while the first one ends, which
-    two calls cannot do. Take the two calls where the logits are wanted as well.
+    :func:`jax_hpc.route_topk` of the logits that :func:`jax_hpc.router_gemm` gives; the kernels
+    give the same bits as the two calls with ``implementation="cuda"``. With few tokens the second
+    kernel starts while the first one ends, which two calls cannot do. Take the two calls where
+    the logits are wanted as well.
 
     Args:
       x: ``[T, H]`` bf16 or float32. float32 has no kernel.

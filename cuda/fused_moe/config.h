@@ -1,0 +1,120 @@
+// What a layer of experts is, how its work is cut, and what its kernels pass to each other.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <ostream>
+
+namespace jax_hpc::fused_moe {
+
+// Values that share a scale of an activation, and columns that share one of a block-scaled weight.
+constexpr int kBlock = 128;
+
+enum class Format {
+  kTensor,  // a scale per weight matrix, static scales of the activations
+  kBlock,   // a scale per block of a weight, and per row and 128 columns of an activation
+};
+
+// Extents must not be zero; hidden and inter are multiples of 16.
+struct Problem {
+  int tokens;
+  int top_k;
+  int experts;  // on this rank
+  int hidden;
+  int inter;
+  Format format;
+  int block_rows;  // rows of inter that share a weight scale: 128, or 64; kBlock only
+};
+
+__host__ __device__ constexpr int64_t num_pairs(const Problem& p) {
+  return int64_t{p.tokens} * p.top_k;
+}
+__host__ __device__ constexpr int blocks_of(int extent, int block) {
+  return (extent + block - 1) / block;
+}
+
+// How every stage cuts the work. Made by choose() alone (heuristics.h).
+struct Config {
+  int tile_rows;  // rows of a tile: 8, 16, 32 or 64
+  // Pieces of the hidden axis that a gate-up tile multiplies side by side, 1 or 4: with 4 a tile
+  // has 8 columns of the intermediate instead of 32, so that a single token keeps all SMs busy.
+  int gate_up_pieces;
+};
+
+// A row is a (token, choice) pair whose expert lives on this rank. Rows are ordered by expert, and
+// within an expert by pair index token * top_k + choice, without gaps. A tile is up to
+// Config::tile_rows rows of one expert; all tiles of an expert but its last are full. Tiles are
+// ordered by their first row.
+struct Tile {
+  int expert;  // on this rank, from 0
+  int first_row;
+  int rows;  // at least 1
+  int unused;
+};
+static_assert(sizeof(Tile) == 16);
+
+// Tiles that any routing can need.
+constexpr int64_t max_tiles(const Problem& p, const Config& c) {
+  const int64_t pairs = num_pairs(p);
+  const int64_t split = pairs / c.tile_rows + (pairs < p.experts ? pairs : p.experts);
+  return pairs < split ? pairs : split;
+}
+
+// Written by the first kernel of the chain. The products read it before they wait for the kernel
+// that precedes them: a kernel of the chain lets the next one start only after its own wait, so
+// what was written two kernels ago is complete.
+struct Index {
+  const Tile* tiles;     // [max_tiles], of which header[0] are written
+  const int* header;     // {number of tiles, number of rows}, 8-byte aligned
+  const int* row_token;  // [pairs], of which header[1] are written: the token of a row
+  // The call's own, which no kernel of the chain writes: gate-up sorts few pairs by itself.
+  const int* topk_ids;
+  const int* expert_offset;
+};
+
+// The rows of x in e4m3, and their scales for kBlock.
+struct TokenRows {
+  const void* values;  // e4m3 [tokens, hidden]
+  const float* scale;  // [tokens, blocks_of(hidden, 128)]
+};
+
+// e4m3 [experts, 2, inter, hidden] (gate first) and [experts, hidden, inter], 16-byte aligned.
+struct Weights {
+  const void* gate_up;
+  const void* down;
+  // kTensor: [experts] each but input_scale, a single value; act_scale may be one too.
+  const float* gate_scale;
+  const float* up_scale;
+  const float* down_scale;
+  const float* input_scale;
+  const float* act_scale;
+  // kBlock: [experts, 2, blocks_of(inter, block_rows), blocks_of(hidden, 128)] and
+  // [experts, blocks_of(hidden, 128), blocks_of(inter, block_rows)].
+  const float* gate_up_block_scale;
+  const float* down_block_scale;
+  int act_scale_stride;  // 1; 0 where act_scale is a single value
+
+  __device__ float act_scale_of(int expert) const { return act_scale[expert * act_scale_stride]; }
+};
+
+// What gate-up passes to down and down to the reduction, by row; rows that no pair fills are
+// neither written nor used.
+struct RowBuffers {
+  void* act;         // e4m3 [pairs, inter], 16-byte aligned: SiLU(gate) * up, requantised
+  float* act_scale;  // [pairs, blocks_of(inter, 128)], kBlock only
+  void* outputs;     // bf16 [pairs, hidden], 16-byte aligned: an expert's output, not yet weighted
+};
+
+inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
+  out << "fused_moe T=" << p.tokens << " K=" << p.top_k << " E=" << p.experts << " H=" << p.hidden
+      << " I=" << p.inter;
+  if (p.format == Format::kTensor) return out << " per tensor";
+  return out << " blocks of " << p.block_rows;
+}
+
+inline std::ostream& operator<<(std::ostream& out, const Config& c) {
+  return out << "tiles of " << c.tile_rows << " rows, " << c.gate_up_pieces << " pieces";
+}
+
+}  // namespace jax_hpc::fused_moe

@@ -1,0 +1,81 @@
+#include <algorithm>
+
+#include "fused_moe/down.cuh"
+#include "fused_moe/down_pairs.cuh"
+#include "fused_moe/gemm.h"
+#include "fused_moe/launch_kernel.h"
+#include "fused_moe/maps.h"
+
+namespace jax_hpc::fused_moe {
+namespace {
+
+struct Maps {
+  CUtensorMap weights;
+  CUtensorMap act;
+};
+
+template <class Shape, class Kernel>
+cudaError_t launch_with(Kernel kernel, int task_rows, const Problem& p, const Config& config,
+                        const DownArrays& arrays, const Maps& maps, bool overlaps_previous,
+                        int num_sms, cudaStream_t stream) {
+  const int64_t tasks = max_tiles(p, config) * ceil_div(p.hidden, task_rows);
+  if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
+  const auto ctas = static_cast<unsigned>(std::min<int64_t>(tasks, Shape::kCtasOfSm * num_sms));
+  const LaunchShape shape{.grid = dim3(ctas),
+                          .threads = kThreads,
+                          .shared_bytes = Shape::kSharedBytes,
+                          .overlaps_previous = overlaps_previous};
+  return launch_kernel(kernel, shape, stream, p, arrays, maps.weights, maps.act);
+}
+
+bool takes_pairs(const Problem& p) { return p.inter == kPairColumns; }
+
+cudaError_t make_maps(const Problem& p, const void* down, const void* act, Maps* maps) {
+  const bool pairs = takes_pairs(p);
+  const cudaError_t status =
+      pairs ? make_down_pairs_map(p, down, &maps->weights) : make_down_map(p, down, &maps->weights);
+  if (status != cudaSuccess) return status;
+  return pairs ? make_act_pieces_map(p, act, &maps->act) : make_act_map(p, act, &maps->act);
+}
+
+template <int TileRows, Format format>
+cudaError_t launch_shape(const Problem& p, const Config& config, const DownArrays& arrays,
+                         const Maps& maps, bool overlaps_previous, int num_sms,
+                         cudaStream_t stream) {
+  if (takes_pairs(p)) {
+    return launch_with<DownPairsShape<TileRows, format>>(down_pairs_kernel<TileRows, format>,
+                                                         kPairRows, p, config, arrays, maps,
+                                                         overlaps_previous, num_sms, stream);
+  }
+  return launch_with<DownShape<TileRows, format>>(down_kernel<TileRows, format>, kWeightRows, p,
+                                                  config, arrays, maps, overlaps_previous, num_sms,
+                                                  stream);
+}
+
+}  // namespace
+
+cudaError_t launch_down(const Problem& p, const Config& config, const Index& index,
+                        const Weights& weights, const RowBuffers& rows, bool overlaps_previous,
+                        int num_sms, cudaStream_t stream) {
+  Maps maps;
+  const cudaError_t status = make_maps(p, weights.down, rows.act, &maps);
+  if (status != cudaSuccess) return status;
+  const DownArrays arrays{index, weights, rows};
+#define JAX_HPC_CASE(tile, kind)                                                                 \
+  if (config.tile_rows == (tile) && p.format == Format::kind) {                                  \
+    return launch_shape<tile, Format::kind>(p, config, arrays, maps, overlaps_previous, num_sms, \
+                                            stream);                                             \
+  }
+  JAX_HPC_CASE(8, kTensor)
+  JAX_HPC_CASE(16, kTensor)
+  JAX_HPC_CASE(32, kTensor)
+  JAX_HPC_CASE(64, kTensor)
+  JAX_HPC_CASE(8, kBlock)
+  JAX_HPC_CASE(16, kBlock)
+  JAX_HPC_CASE(32, kBlock)
+  JAX_HPC_CASE(64, kBlock)
+#undef JAX_HPC_CASE
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jax_hpc::fused_moe

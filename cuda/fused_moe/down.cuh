@@ -1,0 +1,230 @@
+// outputs = down of the intermediate's rows, 64 of the hidden values to a task.
+//
+// Weights and index do not depend on gate-up, which runs before: a CTA that finds room while
+// gate-up ends fills its ring with weights meanwhile. Only the intermediate's rows wait.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "fused_moe/grouped.cuh"
+
+namespace jax_hpc::fused_moe {
+
+template <int TileRows, Format format>
+struct DownShape : SquareStageShape<TileRows, format == Format::kBlock ? TileRows + 4 : 0, 0> {
+  static constexpr bool kHasBlocks = format == Format::kBlock;
+};
+
+struct DownArrays {
+  Index index;
+  Weights weights;
+  RowBuffers rows;
+};
+
+// By the weights' warp, one thread.
+template <class Shape>
+__device__ __forceinline__ void copy_down(const StageMemory<Shape>& memory, TaskWalk walk,
+                                          int turns, const CUtensorMap* map) {
+  RingPlace<Shape::kStages> place;
+  Tile tile;
+  int part;
+  while (walk.next(tile, part)) {
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn, place.advance()) {
+      wait(memory.empty(place.stage), place.parity ^ 1);
+      arrive_expecting(memory.full(place.stage), kWeightBytes);
+      copy_weights(memory.weights(place.stage), map, memory.full(place.stage), turn * kStageValues,
+                   part * kWeightRows, tile.expert);
+    }
+  }
+}
+
+// By the rows' warp, one thread: the intermediate's rows, in groups of eight. Rows behind a tile's
+// last are another expert's, and nobody's business.
+template <class Shape>
+__device__ __forceinline__ void copy_act(const StageMemory<Shape>& memory, int stage, int turn,
+                                         const Tile& tile, const CUtensorMap* map) {
+  const int groups = ceil_div(tile.rows, kGroupRows);
+  arrive_expecting(memory.full(stage), static_cast<uint32_t>(groups * kGroupBytes));
+  for (int i = 0; i < groups; ++i) {
+    copy_tile(memory.rows(stage) + i * kGroupBytes, map, memory.full(stage), turn * kStageValues,
+              tile.first_row + i * kGroupRows);
+  }
+}
+
+template <class Shape>
+__device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, TaskWalk walk,
+                                          int turns, const CUtensorMap* map) {
+  RingPlace<Shape::kStages> place;
+  Tile tile;
+  int part;
+  while (walk.next(tile, part)) {
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn, place.advance()) {
+      wait(memory.empty(place.stage), place.parity ^ 1);
+      copy_act(memory, place.stage, turn, tile, map);
+    }
+  }
+}
+
+// The same by a whole warp, with the scales of kBlock: of each row, and of the two halves of the
+// stage's weights.
+template <class Shape>
+__device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memory, const Problem& p,
+                                                 TaskWalk walk, int turns, const DownArrays& arrays,
+                                                 int lane, const CUtensorMap* map) {
+  constexpr int kFloat = int{sizeof(float)};
+  const int inter_blocks = ceil_div(p.inter, p.block_rows);
+  RingPlace<Shape::kStages> place;
+  Tile tile;
+  int part;
+  while (walk.next(tile, part)) {
+    const float* row_scale = arrays.rows.act_scale + static_cast<int64_t>(tile.first_row) * turns;
+    const int64_t scale_row =
+        int64_t{tile.expert} * ceil_div(p.hidden, kBlock) + part * kWeightRows / kBlock;
+    const float* weight_scale = arrays.weights.down_block_scale + scale_row * inter_blocks;
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn, place.advance()) {
+      wait(memory.empty(place.stage), place.parity ^ 1);
+      if (lane == 0) copy_act(memory, place.stage, turn, tile, map);
+      const SharedAddress to = memory.scales(place.stage);
+#pragma unroll
+      for (int row = lane; row < Shape::kRows; row += kWarpSize) {
+        if (row < tile.rows) copy_4(to + row * kFloat, row_scale + int64_t{row} * turns + turn);
+      }
+      if (lane < 2) {
+        // What lies behind the last block has zeros of weights.
+        const int block = min(turn * kStageValues + lane * (kStageValues / 2), p.inter - 1);
+        copy_4(to + (Shape::kRows + lane) * kFloat, weight_scale + block / p.block_rows);
+      }
+      arrive_when_copied(memory.full(place.stage));
+    }
+  }
+  commit_copies();
+  wait_copies<0>();
+}
+
+// Writes the tile's products: bf16, 16 bytes of a token's row at once by a quarter of a warp.
+template <class Shape>
+__device__ __forceinline__ void write_outputs(const Problem& p, const RowBuffers& rows,
+                                              const Tile& tile, int part, const Fragment& f,
+                                              float factor,
+                                              const float (&totals)[Shape::kRows / 2]) {
+  const int hidden0 = part * kWeightRows + f.warp * 16;
+  if (hidden0 >= p.hidden) return;  // a multiple of 16, as hidden is
+  auto* outputs = static_cast<__nv_bfloat16*>(rows.outputs) +
+                  static_cast<int64_t>(tile.first_row) * p.hidden + hidden0 + f.token0;
+#pragma unroll
+  for (int j = 0; j < Shape::kRows / 8; ++j) {
+    const uint32_t low = transpose(pack_bf16(totals[4 * j] * factor, totals[4 * j + 1] * factor));
+    const uint32_t high =
+        transpose(pack_bf16(totals[4 * j + 2] * factor, totals[4 * j + 3] * factor));
+    const int token = 8 * j + f.row;
+    if (token >= tile.rows) continue;
+    auto* to = outputs + static_cast<int64_t>(token) * p.hidden;
+    *reinterpret_cast<uint32_t*>(to) = low;
+    *reinterpret_cast<uint32_t*>(to + 8) = high;
+  }
+}
+
+// The products of a stage's two halves, whose weights have scales of their own, added to the
+// totals.
+template <class Shape>
+__device__ __forceinline__ void add_halves(const StageMemory<Shape>& memory, int stage,
+                                           const Fragment& f,
+                                           const float (&first)[Shape::kRows / 2],
+                                           const float (&second)[Shape::kRows / 2],
+                                           float (&totals)[Shape::kRows / 2]) {
+  constexpr int kFloat = int{sizeof(float)};
+  const SharedAddress scales = memory.scales(stage);
+  const float2 weight = load_shared_pair(scales + Shape::kRows * kFloat);
+#pragma unroll
+  for (int j = 0; j < Shape::kRows / 8; ++j) {
+    const float2 row = load_shared_pair(scales + (8 * j + f.token0) * kFloat);
+#pragma unroll
+    for (int i = 4 * j; i < 4 * j + 4; ++i) {
+      const float products = first[i] * weight.x + second[i] * weight.y;
+      totals[i] += products * (i % 2 == 0 ? row.x : row.y);
+    }
+  }
+}
+
+// By the consumers.
+template <class Shape>
+__device__ __forceinline__ void multiply_down(const StageMemory<Shape>& memory, const Problem& p,
+                                              TaskWalk walk, int turns, const DownArrays& arrays) {
+  const Fragment f(static_cast<int>(threadIdx.x));
+  RingPlace<Shape::kStages> place;
+  Tile tile;
+  int part;
+  while (walk.next(tile, part)) {
+    float factor = 1.0f;
+    if constexpr (!Shape::kHasBlocks) {
+      factor = arrays.weights.act_scale_of(tile.expert) * arrays.weights.down_scale[tile.expert];
+    }
+    float totals[Shape::kRows / 2] = {};
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn, place.advance()) {
+      const SharedAddress weights = memory.weights(place.stage);
+      const SharedAddress rows = memory.rows(place.stage);
+      float sums[Shape::kRows / 2];
+      wait(memory.full(place.stage), place.parity);
+      wgmma_fence();
+      if constexpr (Shape::kHasBlocks) {
+        float second[Shape::kRows / 2];
+        multiply<Shape::kRows, 0, 2>(weights, rows, sums);
+        multiply<Shape::kRows, 2, 4>(weights, rows, second);
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold_all(sums);
+        hold_all(second);
+        add_halves<Shape>(memory, place.stage, f, sums, second, totals);
+      } else {
+        multiply<Shape::kRows>(weights, rows, sums);
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold_all(sums);
+#pragma unroll
+        for (int i = 0; i < Shape::kRows / 2; ++i) totals[i] += sums[i];
+      }
+      release(memory, place.stage, f.lane);
+    }
+    write_outputs<Shape>(p, arrays.rows, tile, part, f, factor, totals);
+  }
+}
+
+// Grid: any number of CTAs, which share the tasks.
+template <int TileRows, Format format>
+__global__ void __launch_bounds__(kThreads, DownShape<TileRows, format>::kCtasOfSm)
+    down_kernel(const __grid_constant__ Problem p, const __grid_constant__ DownArrays arrays,
+                const __grid_constant__ CUtensorMap weight_map,
+                const __grid_constant__ CUtensorMap act_map) {
+  using Shape = DownShape<TileRows, format>;
+  extern __shared__ uint8_t down_memory[];
+  const StageMemory<Shape> memory = stage_memory<Shape>(down_memory);
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  if (threadIdx.x == kWeightWarp * kWarpSize) {
+    init_stages(memory, Shape::kHasBlocks ? 2 + kWarpSize : 2);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  const TaskWalk walk(arrays.index, nullptr, ceil_div(p.hidden, kWeightRows),
+                      static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  const int turns = ceil_div(p.inter, kStageValues);
+  if (warp == kWeightWarp) {
+    if (elect_one()) copy_down<Shape>(memory, walk, turns, &weight_map);
+  } else if (warp == kRowWarp) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    if constexpr (Shape::kHasBlocks) {
+      copy_scaled_rows<Shape>(memory, p, walk, turns, arrays, lane, &act_map);
+    } else if (elect_one()) {
+      copy_rows<Shape>(memory, walk, turns, &act_map);
+    }
+  } else {
+    multiply_down<Shape>(memory, p, walk, turns, arrays);
+  }
+}
+
+}  // namespace jax_hpc::fused_moe

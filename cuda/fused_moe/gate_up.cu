@@ -1,0 +1,63 @@
+#include <algorithm>
+
+#include "fused_moe/gate_up.cuh"
+#include "fused_moe/gemm.h"
+#include "fused_moe/launch_kernel.h"
+#include "fused_moe/maps.h"
+#include "fused_moe/resident.h"
+
+namespace jax_hpc::fused_moe {
+namespace {
+
+template <int TileRows, int Pieces, Format format>
+cudaError_t launch_shape(const Problem& p, const Config& config, const GateUpArrays& arrays,
+                         const CUtensorMap& map, bool overlaps_previous, int num_sms,
+                         cudaStream_t stream) {
+  using Shape = GateUpShape<TileRows, Pieces, format>;
+  const int64_t tasks = max_tiles(p, config) * ceil_div(p.inter, Shape::kColumns * Shape::kTeam);
+  if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
+  LaunchShape shape{.grid = dim3(1),
+                    .threads = kThreads,
+                    .shared_bytes = Shape::kSharedBytes,
+                    .cluster = Shape::kTeam,
+                    .overlaps_previous = overlaps_previous};
+  int teams = Shape::kCtasOfSm * num_sms;
+  if (Shape::kTeam > 1) {
+    const cudaError_t status =
+        count_resident_clusters(gate_up_kernel<TileRows, Pieces, format>, shape, &teams);
+    if (status != cudaSuccess) return status;
+  }
+  const int64_t used = std::max<int64_t>(1, std::min<int64_t>(tasks, teams));
+  shape.grid = dim3(static_cast<unsigned>(used * Shape::kTeam));
+  return launch_kernel(gate_up_kernel<TileRows, Pieces, format>, shape, stream, p, arrays, map);
+}
+
+}  // namespace
+
+cudaError_t launch_gate_up(const Problem& p, const Config& config, const Index& index,
+                           const TokenRows& x, const Weights& weights, const RowBuffers& rows,
+                           bool overlaps_previous, int num_sms, cudaStream_t stream) {
+  CUtensorMap map;
+  const cudaError_t status = make_gate_up_map(p, config, weights.gate_up, &map);
+  if (status != cudaSuccess) return status;
+  const GateUpArrays arrays{index, x, weights, rows};
+#define JAX_HPC_CASE(tile, pieces, kind)                                                       \
+  if (config.tile_rows == (tile) && config.gate_up_pieces == (pieces) &&                       \
+      p.format == Format::kind) {                                                              \
+    return launch_shape<tile, pieces, Format::kind>(p, config, arrays, map, overlaps_previous, \
+                                                    num_sms, stream);                          \
+  }
+  JAX_HPC_CASE(8, 4, kTensor)
+  JAX_HPC_CASE(8, 1, kTensor)
+  JAX_HPC_CASE(16, 1, kTensor)
+  JAX_HPC_CASE(32, 1, kTensor)
+  JAX_HPC_CASE(64, 1, kTensor)
+  JAX_HPC_CASE(8, 1, kBlock)
+  JAX_HPC_CASE(16, 1, kBlock)
+  JAX_HPC_CASE(32, 1, kBlock)
+  JAX_HPC_CASE(64, 1, kBlock)
+#undef JAX_HPC_CASE
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jax_hpc::fused_moe

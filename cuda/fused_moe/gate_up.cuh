@@ -1,0 +1,188 @@
+// act = requantised SiLU(gate) * up of the tokens that an expert's rows name.
+//
+// The 64 weight rows of a product are groups of eight gate rows and the eight up rows that belong
+// to them, in turn: a thread holds gate and up of the same columns of the intermediate, 32 of them
+// to a tile. With four pieces a tile has 8 columns, and the product's four warps each multiply
+// another piece of the hidden axis, with the tokens' rows of that piece.
+#pragma once
+
+#include "fused_moe/gate_up_copies.cuh"
+#include "fused_moe/gate_up_results.cuh"
+
+namespace jax_hpc::fused_moe {
+
+// Adds products of a stage to the totals.
+template <class Shape>
+__device__ __forceinline__ void add_products(const StageMemory<Shape>& memory, int stage,
+                                             const Fragment& f,
+                                             const float (&sums)[Shape::kRows / 2],
+                                             float (&totals)[Shape::kRows / 2]) {
+  if constexpr (!Shape::kHasBlocks) {
+#pragma unroll
+    for (int i = 0; i < Shape::kRows / 2; ++i) totals[i] += sums[i];
+    return;
+  }
+  const SharedAddress scales = memory.scales(stage);
+  constexpr int kFloat = int{sizeof(float)};
+  const float2 weight = load_shared_pair(scales + Shape::kTileRows * kFloat);
+#pragma unroll
+  for (int j = 0; j < Shape::kRows / 8; ++j) {
+    const float2 x = load_shared_pair(scales + (8 * j + f.token0) * kFloat);
+    totals[4 * j] += sums[4 * j] * (x.x * weight.x);
+    totals[4 * j + 1] += sums[4 * j + 1] * (x.y * weight.x);
+    totals[4 * j + 2] += sums[4 * j + 2] * (x.x * weight.y);
+    totals[4 * j + 3] += sums[4 * j + 3] * (x.y * weight.y);
+  }
+}
+
+// The products of a stage, added to the totals. The tensor cores' sums keep 13 bits behind the
+// largest term's first: of 128 values that moves one in 100 results to the other side of a rounding
+// to e4m3, of 32 one in 300. So every 32 values have a sum of their own, and are added up in
+// float32; as many side by side as registers allow.
+template <class Shape>
+__device__ __forceinline__ void multiply_stage(const StageMemory<Shape>& memory, int stage,
+                                               const Fragment& f,
+                                               float (&totals)[Shape::kRows / 2]) {
+  constexpr int kSteps = 4;
+  constexpr int kAtOnce = Shape::kRows <= 16                        ? kSteps
+                          : Shape::kRows == 32 && Shape::kHasBlocks ? 1
+                                                                    : 2;
+  const uint32_t a = swizzled_tile(memory.weights(stage));
+  const uint32_t b = swizzled_tile(memory.rows(stage));
+#pragma unroll
+  for (int first = 0; first < kSteps; first += kAtOnce) {
+    float sums[kAtOnce][Shape::kRows / 2];
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {  // 32 values are two units of a descriptor
+      const int units = 2 * (first + i);
+      WgmmaE4m3<Shape::kRows>::multiply(sums[i], descriptor(a + units), descriptor(b + units),
+                                        false);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) hold_all(sums[i]);
+#pragma unroll
+    for (int i = 0; i < Shape::kRows / 2; ++i) {
+      if constexpr (kAtOnce >= 2) sums[0][i] += sums[1][i];
+      if constexpr (kAtOnce == 4) sums[0][i] += sums[2][i] + sums[3][i];
+    }
+    add_products<Shape>(memory, stage, f, sums[0], totals);
+  }
+}
+
+// Products of turns of a task, added to the totals.
+template <class Shape>
+__device__ __forceinline__ void multiply_turns(const StageMemory<Shape>& memory, int turns,
+                                               const Fragment& f, RingPlace<Shape::kStages>& place,
+                                               float (&totals)[Shape::kRows / 2]) {
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn, place.advance()) {
+    wait(memory.full(place.stage), place.parity);
+    fence_for_products();
+    multiply_stage<Shape>(memory, place.stage, f, totals);
+    release(memory, place.stage, f.lane);
+  }
+}
+
+// By the consumers, of static scales.
+template <class Shape>
+__device__ __forceinline__ void multiply_tensor(const StageMemory<Shape>& memory, const Problem& p,
+                                                TaskWalk walk, int turns,
+                                                const GateUpArrays& arrays) {
+  const Fragment f(static_cast<int>(threadIdx.x));
+  RingPlace<Shape::kStages> place;
+  Tile tile;
+  int part;
+  for (int task = 0; walk.next(tile, part); ++task) {
+    const TensorScales scales(arrays.weights, tile.expert);
+    float totals[Shape::kRows / 2] = {};
+    multiply_turns<Shape>(memory, turns, f, place, totals);
+    const int column0 = part * Shape::kColumns;
+    if constexpr (Shape::kPieces > 1) {
+      write_pieces<Shape>(memory, p, arrays.rows, tile, scales, column0, f, task % 2, totals);
+    } else {
+      write_tensor<Shape>(p, arrays.rows, tile, scales, column0, f, totals);
+    }
+  }
+}
+
+// By the consumers, of block scales. A task's results are written in the middle of the next one.
+template <class Shape>
+__device__ __forceinline__ void multiply_block(const StageMemory<Shape>& memory, const Problem& p,
+                                               TaskWalk walk, int member, int turns,
+                                               const GateUpArrays& arrays) {
+  const Fragment f(static_cast<int>(threadIdx.x));
+  const int turns_before = turns / 2;
+  RingPlace<Shape::kStages> place;
+  Unscaled<Shape> last;
+  Tile tile;
+  int part;
+  int task = 0;
+  for (; walk.next(tile, part); ++task) {
+    float totals[Shape::kRows / 2] = {};
+    multiply_turns<Shape>(memory, turns_before, f, place, totals);
+    if (task > 0) write_scaled(memory, p, arrays.rows, f, member, last);
+    multiply_turns<Shape>(memory, turns - turns_before, f, place, totals);
+    last.tile = tile;
+    last.part = part;
+    last.task = task;
+    send_magnitudes<Shape>(memory, f, member, totals, last);
+  }
+  if (task > 0) write_scaled(memory, p, arrays.rows, f, member, last);
+}
+
+// Grid: any number of teams, which share the tasks.
+template <int TileRows, int Pieces, Format format>
+__global__ void __launch_bounds__(kThreads, GateUpShape<TileRows, Pieces, format>::kCtasOfSm)
+    gate_up_kernel(const __grid_constant__ Problem p, const __grid_constant__ GateUpArrays arrays,
+                   const __grid_constant__ CUtensorMap map) {
+  using Shape = GateUpShape<TileRows, Pieces, format>;
+  extern __shared__ uint8_t gate_up_memory[];
+  const StageMemory<Shape> memory = stage_memory<Shape>(gate_up_memory);
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int extra = static_cast<int>(memory.extra() - shared_address(gate_up_memory));
+  auto* few = reinterpret_cast<FewPairs*>(gate_up_memory + extra);
+  if (num_pairs(p) > kFewPairs || arrays.index.topk_ids == nullptr) few = nullptr;
+  if (few != nullptr && warp == 0) {
+    sort_few(p, TileRows, arrays.index.topk_ids, arrays.index.expert_offset, lane, *few);
+  }
+  if (threadIdx.x == kWeightWarp * kWarpSize) {
+    init_stages(memory, 1 + kWarpSize);
+    if constexpr (Shape::kHasBlocks) {
+      init_barrier(memory.extra() + Shape::kExchangeAt, 1);
+      init_barrier(memory.extra() + Shape::kExchangeAt + 8, 1);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if constexpr (Shape::kTeam > 1) {
+    cluster_arrive_relaxed();
+    cluster_wait();
+  }
+  // Weights, and the index of few pairs, do not depend on the kernel before. Tokens do.
+  if (few == nullptr || warp == kRowWarp) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+  }
+  const int member = Shape::kTeam > 1 ? static_cast<int>(cluster_rank()) : 0;
+  const TaskWalk walk(arrays.index, few, ceil_div(p.inter, Shape::kColumns * Shape::kTeam),
+                      static_cast<int>(blockIdx.x) / Shape::kTeam,
+                      static_cast<int>(gridDim.x) / Shape::kTeam);
+  const int turns = ceil_div(p.hidden, Shape::kTurnValues);
+  if (warp == kWeightWarp) {
+    if (elect_one()) copy_gate_up<Shape>(memory, p, walk, member, turns, &map);
+  } else if (warp == kRowWarp) {
+    copy_rows<Shape>(memory, p, walk, member, turns, arrays, few, lane);
+  } else {
+    if constexpr (Shape::kHasBlocks) {
+      multiply_block<Shape>(memory, p, walk, member, turns, arrays);
+    } else {
+      multiply_tensor<Shape>(memory, p, walk, turns, arrays);
+    }
+  }
+}
+
+}  // namespace jax_hpc::fused_moe

@@ -1,0 +1,163 @@
+// What gate-up's two copying warps do.
+#pragma once
+
+#include "fused_moe/gate_up_shape.cuh"
+
+namespace jax_hpc::fused_moe {
+
+// By the weights' warp, one thread.
+template <class Shape>
+__device__ __forceinline__ void copy_gate_up(const StageMemory<Shape>& memory, const Problem& p,
+                                             TaskWalk walk, int member, int turns,
+                                             const CUtensorMap* map) {
+  RingPlace<Shape::kStages> place;
+  Tile tile;
+  int part;
+  while (walk.next(tile, part)) {
+    const int first = (part * Shape::kTeam + member) * Shape::kColumns;
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn, place.advance()) {
+      wait(memory.empty(place.stage), place.parity ^ 1);
+      arrive_expecting(memory.full(place.stage), kWeightBytes);
+      if constexpr (Shape::kPieces == 1) {
+        copy_weights(memory.weights(place.stage), map, memory.full(place.stage),
+                     turn * kStageValues, 0, 0, first / kGroupRows, tile.expert);
+      } else {
+        copy_weights(memory.weights(place.stage), map, memory.full(place.stage), 0, first, 0,
+                     turn * Shape::kPieces, tile.expert);
+      }
+    }
+  }
+}
+
+// The copies of a stage's token rows and scales by the lanes of one warp. With one piece eight
+// lanes take a row's 128 bytes and a lane every fourth row; with four the warp takes a row's 512
+// bytes.
+template <class Shape>
+class RowCopies {
+ public:
+  __device__ __forceinline__ RowCopies(const StageMemory<Shape>& memory, const Problem& p,
+                                       const GateUpArrays& arrays, const FewPairs* few, int lane)
+      : memory_(memory), p_(p), arrays_(arrays), few_(few), lane_(lane), hidden_(p.hidden) {
+    const int unit = lane % kUnitsOfRow;
+    const int group = lane / kUnitsOfRow;
+    hidden0_ = (kHasPieces ? lane : unit) * kUnit;
+    first_row_ = kHasPieces ? 0 : group;
+    place_[0] = group * (kHasPieces ? kGroupBytes : kStageValues) +
+                (kHasPieces ? unit : unit ^ group) * kUnit;
+    place_[1] = place_[0] ^ (kRowsAtOnce * (kStageValues + kUnit));
+  }
+
+  __device__ __forceinline__ void start_task(const Tile& tile, int column) {
+    rows_ = tile.rows;
+    count_ = (tile.rows - first_row_ + kRowsAtOnce - 1) / kRowsAtOnce;
+    const auto* values = static_cast<const uint8_t*>(arrays_.x.values);
+#pragma unroll
+    for (int i = 0; i < kRowsOfLane; ++i) {
+      if (i >= count_) continue;
+      const int token = token_of(tile.first_row + first_row_ + i * kRowsAtOnce);
+      from_[i] = values + static_cast<int64_t>(token) * hidden_ + hidden0_;
+    }
+    if constexpr (Shape::kHasBlocks) start_scales(tile, column);
+  }
+
+  __device__ __forceinline__ void copy(int turn, int stage) {
+    const int offset = turn * Shape::kTurnValues;
+    const SharedAddress to = memory_.rows(stage);
+    if (offset + hidden0_ < hidden_) {
+#pragma unroll
+      for (int i = 0; i < kRowsOfLane; ++i) {
+        if (i < count_) copy_16(to + place(i), from_[i] + offset, true);
+      }
+    } else {
+      // What no token has is zero, for the weights are zero there, and zero times NaN is not.
+#pragma unroll
+      for (int i = 0; i < kRowsOfLane; ++i) {
+        if (i < count_) copy_16(to + place(i), arrays_.x.values, false);
+      }
+    }
+    if constexpr (Shape::kHasBlocks) copy_scales(turn, stage);
+  }
+
+ private:
+  static constexpr bool kHasPieces = Shape::kPieces > 1;
+  static constexpr int kUnit = 16;  // bytes of a copy, which are values too
+  static constexpr int kUnitsOfRow = kStageValues / kUnit;
+  static constexpr int kRowsAtOnce = kHasPieces ? 1 : kWarpSize / kUnitsOfRow;
+  static constexpr int kRowsOfLane = Shape::kTileRows / kRowsAtOnce;
+  static constexpr int kScalesOfLane = ceil_div(Shape::kTileRows, kWarpSize);
+
+  // Of the lane's row i: swizzled, so that the two or eight rows of a group differ.
+  __device__ __forceinline__ int place(int i) const {
+    if constexpr (kHasPieces) return (place_[0] ^ (i * kUnit)) + i * kStageValues;
+    return place_[i % 2] + i / 2 * kGroupBytes;
+  }
+  __device__ __forceinline__ int token_of(int row) const {
+    return few_ != nullptr ? few_->row_token[row] : load_int(arrays_.index.row_token + row);
+  }
+
+  __device__ __forceinline__ void start_scales(const Tile& tile, int column) {
+    const int hidden_blocks = ceil_div(hidden_, kBlock);
+#pragma unroll
+    for (int i = 0; i < kScalesOfLane; ++i) {
+      const int scaled = i * kWarpSize + lane_;
+      if (scaled >= rows_) continue;
+      const int token = token_of(tile.first_row + scaled);
+      x_scale_[i] = arrays_.x.scale + static_cast<int64_t>(token) * hidden_blocks;
+    }
+    // Lane 0 those of gate, lane 1 those of up. A tile without columns has zeros of weights.
+    const int block = min(column, p_.inter - 1) / p_.block_rows;
+    const int64_t matrix = int64_t{tile.expert} * 2 + lane_;
+    weight_scale_ = arrays_.weights.gate_up_block_scale +
+                    (matrix * ceil_div(p_.inter, p_.block_rows) + block) * hidden_blocks;
+  }
+  __device__ __forceinline__ void copy_scales(int turn, int stage) {
+    const SharedAddress to = memory_.scales(stage) + lane_ * int{sizeof(float)};
+#pragma unroll
+    for (int i = 0; i < kScalesOfLane; ++i) {
+      const int scaled = i * kWarpSize + lane_;
+      if (scaled < rows_) copy_4(to + i * kWarpSize * int{sizeof(float)}, x_scale_[i] + turn);
+    }
+    if (lane_ < 2) copy_4(to + Shape::kTileRows * int{sizeof(float)}, weight_scale_ + turn);
+  }
+
+  const StageMemory<Shape>& memory_;
+  const Problem& p_;
+  const GateUpArrays& arrays_;
+  const FewPairs* few_;
+  int lane_;
+  int hidden_;
+  int hidden0_;    // of the lane, in the first turn
+  int first_row_;  // of the lane
+  int place_[2];
+  int rows_ = 0;
+  int count_ = 0;  // of the lane's rows
+  const uint8_t* from_[kRowsOfLane];
+  const float* x_scale_[kScalesOfLane];
+  const float* weight_scale_ = nullptr;
+};
+
+// By the rows' warp.
+template <class Shape>
+__device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, const Problem& p,
+                                          TaskWalk walk, int member, int turns,
+                                          const GateUpArrays& arrays, const FewPairs* few,
+                                          int lane) {
+  RowCopies<Shape> copies(memory, p, arrays, few, lane);
+  RingPlace<Shape::kStages> place;
+  Tile tile;
+  int part;
+  while (walk.next(tile, part)) {
+    copies.start_task(tile, (part * Shape::kTeam + member) * Shape::kColumns);
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn, place.advance()) {
+      wait(memory.empty(place.stage), place.parity ^ 1);
+      copies.copy(turn, place.stage);
+      arrive_when_copied(memory.full(place.stage));
+    }
+  }
+  commit_copies();
+  wait_copies<0>();
+}
+
+}  // namespace jax_hpc::fused_moe

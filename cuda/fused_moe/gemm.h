@@ -1,0 +1,22 @@
+// Entry points of the two grouped products: raw pointers and a stream.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "fused_moe/config.h"
+
+namespace jax_hpc::fused_moe {
+
+// act[row] = SiLU(gate) * up of x[row_token[row]], requantised; with act_scale for kBlock.
+// `overlaps_previous`: programmatic launch, in which the kernel before this one writes index and x.
+cudaError_t launch_gate_up(const Problem& problem, const Config& config, const Index& index,
+                           const TokenRows& x, const Weights& weights, const RowBuffers& rows,
+                           bool overlaps_previous, int num_sms, cudaStream_t stream);
+
+// outputs[row] = down(act[row]). The kernel before this one must be gate-up: of all else that was
+// written in the chain, down reads the index, before it waits.
+cudaError_t launch_down(const Problem& problem, const Config& config, const Index& index,
+                        const Weights& weights, const RowBuffers& rows, bool overlaps_previous,
+                        int num_sms, cudaStream_t stream);
+
+}  // namespace jax_hpc::fused_moe

@@ -1,0 +1,191 @@
+// What the two grouped products share: a CTA's ring of stages in shared memory, its tasks, and the
+// product of a stage.
+//
+// Weights are the 64 rows of the tensor cores' product, tokens its columns, so that few tokens
+// waste little. One warp copies weights, one the rows of tokens, four multiply; several CTAs share
+// an SM, and while one ends a task, the others' copies are under way. A CTA's ring runs on across
+// its tasks.
+#pragma once
+
+#include "common/launch.h"
+#include "common/ptx.cuh"
+#include "common/wgmma_fp8.cuh"
+#include "fused_moe/config.h"
+#include "fused_moe/few_pairs.cuh"
+#include "fused_moe/instructions.cuh"
+
+namespace jax_hpc::fused_moe {
+
+constexpr int kConsumers = kWarpgroup;
+constexpr int kWeightWarp = kConsumers / kWarpSize;
+constexpr int kRowWarp = kWeightWarp + 1;
+constexpr int kThreads = (kRowWarp + 1) * kWarpSize;
+
+// A stage of either product: 128 values of 64 weight rows, and of up to `Rows` rows of tokens,
+// swizzled by 128 bytes.
+constexpr int kStageValues = 128;
+constexpr int kGroupRows = 8;  // rows of a swizzled group
+constexpr int kGroupBytes = kGroupRows * kStageValues;
+constexpr int kWeightRows = 64;
+constexpr int kWeightBytes = kWeightRows * kStageValues;
+
+// Scales: floats that come with a stage. ExtraBytes: what the kernel needs beside the ring.
+template <int WeightBytes, int RowBytes, int Scales, int ExtraBytes, int CtasOfSm>
+struct StageShape {
+  static constexpr int kCtasOfSm = CtasOfSm;
+  static constexpr int kRowsAt = WeightBytes;
+  static constexpr int kStageBytes = WeightBytes + RowBytes;
+  static constexpr int kScaleBytes = Scales * int{sizeof(float)};
+  static constexpr int kAlignment = kGroupBytes;
+  static constexpr int kBudget = 228 * 1024 / kCtasOfSm - 1024 - kAlignment - ExtraBytes;
+  static constexpr int kFitting = kBudget / (kStageBytes + kScaleBytes + 16);
+  static constexpr int kStages = kFitting < 8 ? kFitting : 8;
+  static constexpr int kScalesAt = kStages * kStageBytes;
+  static constexpr int kBarriersAt = kScalesAt + kStages * kScaleBytes;
+  static constexpr int kExtraAt = kBarriersAt + kStages * 16;
+  static constexpr int kSharedBytes = kExtraAt + ExtraBytes + kAlignment;
+  static_assert(kStageBytes % kAlignment == 0 && kScaleBytes % 16 == 0 && ExtraBytes % 16 == 0);
+  static_assert(kStages >= 3);
+};
+
+template <int Rows, int Scales, int ExtraBytes>
+struct SquareStageShape
+    : StageShape<kWeightBytes, Rows * kStageValues, Scales, ExtraBytes, Rows <= 32 ? 3 : 2> {
+  static constexpr int kRows = Rows;
+};
+
+template <class Shape>
+struct StageMemory {
+  SharedAddress start;
+
+  __device__ __forceinline__ SharedAddress weights(int stage) const {
+    return start + stage * Shape::kStageBytes;
+  }
+  __device__ __forceinline__ SharedAddress rows(int stage) const {
+    return weights(stage) + Shape::kRowsAt;
+  }
+  __device__ __forceinline__ SharedAddress scales(int stage) const {
+    return start + Shape::kScalesAt + stage * Shape::kScaleBytes;
+  }
+  // Passed when a stage's copies are there, and when the consumers have read it.
+  __device__ __forceinline__ SharedAddress full(int stage) const {
+    return start + Shape::kBarriersAt + stage * 16;
+  }
+  __device__ __forceinline__ SharedAddress empty(int stage) const { return full(stage) + 8; }
+  __device__ __forceinline__ SharedAddress extra() const { return start + Shape::kExtraAt; }
+};
+
+// The CTA's dynamic shared memory from its first multiple of 1024. By way of a shuffle, so that it
+// stays in a register.
+template <class Shape>
+__device__ __forceinline__ StageMemory<Shape> stage_memory(const uint8_t* dynamic) {
+  const SharedAddress start = shared_address(dynamic);
+  const uint32_t aligned = (start + Shape::kAlignment - 1) / Shape::kAlignment * Shape::kAlignment;
+  return {__shfl_sync(0xffffffff, aligned, 0)};
+}
+
+template <int Stages>
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == Stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// By one thread. Unrolled: every turn of a loop would be fenced.
+template <class Shape>
+__device__ __forceinline__ void init_stages(const StageMemory<Shape>& memory,
+                                            uint32_t arrivals_to_fill) {
+#pragma unroll
+  for (int i = 0; i < Shape::kStages; ++i) {
+    init_barrier(memory.full(i), arrivals_to_fill);
+    init_barrier(memory.empty(i), kConsumers / kWarpSize);
+  }
+}
+
+// Tasks are numbered tile by tile, `parts` to a tile. A team (a CTA or a cluster) takes every
+// `teams`-th. The tile of the next task is read one task ahead. `few`, if not null, holds the
+// index.
+class TaskWalk {
+ public:
+  __device__ __forceinline__ TaskWalk(const Index& index, const FewPairs* few, int parts, int team,
+                                      int teams)
+      : tiles_(index.tiles),
+        few_(few),
+        parts_(static_cast<unsigned>(parts)),
+        teams_(static_cast<unsigned>(teams)),
+        task_(static_cast<unsigned>(team)) {
+    // Together with the number of tiles: the host starts no team whose first tile could not exist.
+    read_next();
+    const int tiles = few_ != nullptr ? few_->num_tiles : load_int(index.header);
+    tasks_ = static_cast<unsigned>(tiles) * parts_;
+  }
+  // The next task, false when there is none.
+  __device__ __forceinline__ bool next(Tile& tile, int& part) {
+    if (task_ >= tasks_) return false;
+    tile = next_tile_;
+    part = next_part_;
+    task_ += teams_;
+    if (task_ < tasks_) read_next();
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ void read_next() {
+    const unsigned number = task_ / parts_;
+    next_part_ = static_cast<int>(task_ - number * parts_);
+    next_tile_ = few_ != nullptr ? few_->tiles[number] : load_tile(tiles_ + number);
+  }
+
+  const Tile* tiles_;
+  const FewPairs* few_;
+  unsigned parts_;
+  unsigned teams_;
+  unsigned task_;
+  unsigned tasks_;  // the host sees to it that they fit
+  Tile next_tile_{};
+  int next_part_ = 0;
+};
+
+// sums = weights times rows of a stage, and waits for it. A fresh sum for each stage, since the
+// tensor cores keep 14 bits of it: the caller adds stages up in float32.
+template <int Rows, int First = 0, int Last = 4>
+__device__ __forceinline__ void multiply(SharedAddress weights, SharedAddress rows,
+                                         float (&sums)[Rows / 2]) {
+  const uint32_t a = swizzled_tile(weights);
+  const uint32_t b = swizzled_tile(rows);
+#pragma unroll
+  for (int k = First; k < Last; ++k) {  // 32 values each, two units of a descriptor
+    WgmmaE4m3<Rows>::multiply(sums, descriptor(a + 2 * k), descriptor(b + 2 * k), k > First);
+  }
+}
+
+template <int Count>
+__device__ __forceinline__ void hold_all(float (&values)[Count]) {
+#pragma unroll
+  for (int i = 0; i < Count; ++i) hold(values[i]);
+}
+
+// Tells that this warp, all of it, is done with a stage.
+template <class Shape>
+__device__ __forceinline__ void release(const StageMemory<Shape>& memory, int stage, int lane) {
+  __syncwarp();
+  if (lane == 0) arrive(memory.empty(stage));
+}
+
+// A consumer's thread holds, of each 8 tokens, two products of weight row 16 * warp + lane / 4 and
+// two of the row eight below: of tokens 2 * (lane % 4) and the next.
+struct Fragment {
+  int warp;
+  int lane;
+  int row;     // lane / 4
+  int token0;  // 2 * (lane % 4)
+  __device__ __forceinline__ explicit Fragment(int thread)
+      : warp(thread / kWarpSize), lane(thread % kWarpSize), row(lane / 4), token0(lane % 4 * 2) {}
+};
+
+}  // namespace jax_hpc::fused_moe

@@ -1,0 +1,282 @@
+// Sorts the (token, choice) pairs by expert: rows of one expert lie together, in the order of their
+// pairs. Each warp ranks pairs that follow each other, counting in a row of its own in shared
+// memory; sums over the warps and a scan over the experts turn counts into rows.
+//
+// A step finds this code in no cache: loops are short or rolled, and divisions were done before.
+#pragma once
+
+#include <cstdint>
+
+#include "common/launch.h"
+#include "common/ptx.cuh"
+#include "fused_moe/few_pairs.cuh"
+#include "fused_moe/launch.h"
+
+namespace jax_hpc::fused_moe {
+
+constexpr unsigned kWholeWarp = ~0u;
+constexpr int kWords = kMostExperts / 2;  // two counts of 16 bits each
+constexpr int kScanWarps = kWords / kWarpSize;
+static_assert(kPairsOfCta < 1 << 16);
+
+// What the kernels of the index need to know, as the host works it out.
+struct Plan {
+  int pairs;
+  int words;  // of counts: half of the experts
+  int experts;
+  int ctas;
+  int rounds;  // pairs of a thread
+  int tile_rows_log2;
+  uint32_t top_k_reciprocal;  // times 2^31, rounded up: exact for kMostPairs pairs, kMostTopK
+
+  Plan(const Problem& p, const Config& config, int threads)
+      : pairs(static_cast<int>(num_pairs(p))),
+        words(blocks_of(p.experts, 2)),
+        experts(p.experts),
+        ctas(index_ctas(p)),
+        rounds(blocks_of(pairs < kPairsOfCta ? pairs : kPairsOfCta, threads)),
+        tile_rows_log2(log2_of(config.tile_rows)),
+        top_k_reciprocal(static_cast<uint32_t>(((int64_t{1} << 31) + p.top_k - 1) / p.top_k)) {}
+
+  __device__ int token_of(int pair) const {
+    return static_cast<int>((uint64_t{static_cast<uint32_t>(pair)} * top_k_reciprocal) >> 31);
+  }
+  __device__ int tiles_of(int rows) const {
+    return (rows + (1 << tile_rows_log2) - 1) >> tile_rows_log2;
+  }
+};
+static_assert(kMostPairs * kMostTopK <= int64_t{1} << 31);
+
+__device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x) / kWarpSize; }
+__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kWarpSize; }
+
+// Index of an id among this call's experts, -1 where it is not one of them. The difference is one
+// of unsigned integers: no garbage wraps around into the range.
+__device__ __forceinline__ int local_expert(const Plan& plan, int id, int offset) {
+  const uint32_t local = static_cast<uint32_t>(id) - static_cast<uint32_t>(offset);
+  return id >= offset && local < static_cast<uint32_t>(plan.experts) ? static_cast<int>(local) : -1;
+}
+
+struct Span {
+  int rows;
+  int tiles;
+};
+__device__ __forceinline__ Span plus(Span a, Span b) {
+  return {a.rows + b.rows, a.tiles + b.tiles};
+}
+
+// Tiles of one expert, a share of them by each CTA.
+__device__ __forceinline__ void write_tiles(const Plan& plan, const Workspace& to, int expert,
+                                            Span first, int rows) {
+  const int tiles = plan.tiles_of(rows);
+#pragma unroll 1
+  for (int i = static_cast<int>(blockIdx.x); i < tiles; i += plan.ctas) {
+    const int begin = i << plan.tile_rows_log2;
+    reinterpret_cast<int4*>(to.tiles)[first.tiles + i] =
+        int4{expert, first.rows + begin, min(1 << plan.tile_rows_log2, rows - begin), 0};
+  }
+}
+
+__device__ __forceinline__ void write_pair(const Plan& plan, const Workspace& to, int pair,
+                                           int expert, int row) {
+  to.pair_row[pair] = expert >= 0 ? row : -1;
+  if (expert >= 0) to.row_token[row] = plan.token_of(pair);
+}
+
+__device__ __forceinline__ void write_header(const Workspace& to, Span all) {
+  *reinterpret_cast<int2*>(to.header) = int2{all.tiles, all.rows};
+}
+
+// No more pairs than one warp has lanes, each of which sorts one.
+__device__ __forceinline__ void index_few(const Plan& plan, const Arrays& a) {
+  const int lane = lane_index();
+  const int id = lane < plan.pairs ? a.topk_ids[lane] : 0;
+  const int offset = *a.expert_offset;
+  const int expert = lane < plan.pairs ? local_expert(plan, id, offset) : -1;
+  const unsigned here = __ballot_sync(kWholeWarp, expert >= 0);
+  Order order = order_lanes(static_cast<uint32_t>(max(expert, 0)));
+  order.smaller &= here;
+  order.same &= here;
+  const unsigned before = order.smaller | (order.same & ((1u << lane) - 1));
+  const int row = __popc(before);
+  const int rank = row - __popc(order.smaller);
+  const int tile_rows = 1 << plan.tile_rows_log2;
+  const bool starts_tile = expert >= 0 && (rank & (tile_rows - 1)) == 0;
+  const unsigned starts = __ballot_sync(kWholeWarp, starts_tile);
+  if (starts_tile) {
+    reinterpret_cast<int4*>(a.workspace.tiles)[__popc(before & starts)] =
+        int4{expert, row, min(tile_rows, __popc(order.same) - rank), 0};
+  }
+  if (lane < plan.pairs) write_pair(plan, a.workspace, lane, expert, row);
+  if (lane == 0) write_header(a.workspace, {__popc(here), __popc(starts)});
+}
+
+template <int kWarps>
+struct IndexShared {
+  uint32_t counts[kWarps][kWords];  // of experts 2i and 2i + 1, then what earlier warps have
+  int first_row[kMostExperts];      // of this CTA's pairs
+  Span totals[kScanWarps];
+};
+
+// Pairs of one thread: one in each round.
+template <int kRounds>
+struct Ranks {
+  int expert[kRounds];  // -1: none of this call's
+  int rank[kRounds];    // among the warp's pairs of that expert
+};
+
+// Pairs [begin, end) of one CTA, which warps share by whole rounds.
+struct Segment {
+  int begin;
+  int end;
+  int first;   // of the thread
+  int rounds;  // that have a pair in the thread's warp
+
+  __device__ explicit Segment(const Plan& plan)
+      : begin(static_cast<int>(blockIdx.x) * kPairsOfCta),
+        end(min(begin + kPairsOfCta, plan.pairs)) {
+    const int first_of_warp = begin + warp_index() * plan.rounds * kWarpSize;
+    first = first_of_warp + lane_index();
+    const int left = (end - first_of_warp + kWarpSize - 1) >> log2_of(kWarpSize);
+    rounds = max(0, min(left, plan.rounds));
+  }
+  __device__ int pair(int round) const { return first + round * kWarpSize; }
+};
+
+template <int kRounds>
+__device__ __forceinline__ void read_experts(const Plan& plan, const Arrays& a,
+                                             const Segment& segment, Ranks<kRounds>& ranks) {
+  const int offset = *a.expert_offset;
+  int ids[kRounds];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    ids[round] = 0;
+    if (round >= segment.rounds) break;
+    if (segment.pair(round) < segment.end) ids[round] = a.topk_ids[segment.pair(round)];
+  }
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    ranks.expert[round] = -1;
+    if (round >= segment.rounds) break;
+    if (segment.pair(round) < segment.end) {
+      ranks.expert[round] = local_expert(plan, ids[round], offset);
+    }
+  }
+}
+
+// Ranks a warp's pairs and leaves its counts in its row.
+template <int kRounds>
+__device__ __forceinline__ void rank_pairs(const Plan& plan, const Segment& segment, uint32_t* row,
+                                           Ranks<kRounds>& ranks) {
+  const int lane = lane_index();
+#pragma unroll 2
+  for (int i = 0; i < plan.words; i += kWarpSize) row[i + lane] = 0;
+  __syncwarp();
+  auto* counts = reinterpret_cast<uint16_t*>(row);
+  const unsigned below = (1u << lane) - 1;
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    if (round >= segment.rounds) break;
+    const int expert = ranks.expert[round];
+    const unsigned same = __match_any_sync(kWholeWarp, expert);
+    const int before = expert >= 0 ? counts[expert] : 0;
+    __syncwarp();
+    ranks.rank[round] = before + __popc(same & below);
+    if (expert >= 0 && (same & below) == 0) {
+      counts[expert] = static_cast<uint16_t>(before + __popc(same));
+    }
+    __syncwarp();
+  }
+}
+
+// Of one word: the counts of all warps; each warp's is left with the sum over the warps before.
+// Warps without a pair have cleared theirs too.
+template <int kWarps>
+__device__ __forceinline__ uint32_t sum_warps(IndexShared<kWarps>& shared, int word) {
+  uint32_t sum = 0;
+#pragma unroll 8
+  for (int warp = 0; warp < kWarps; ++warp) {
+    const uint32_t count = shared.counts[warp][word];
+    shared.counts[warp][word] = sum;
+    sum += count;
+  }
+  return sum;
+}
+
+// The sum over the threads before, and that over all. Threads beyond kWords have nothing.
+struct Scan {
+  Span before;
+  Span all;
+};
+__device__ __forceinline__ Scan scan_threads(Span value, Span (&totals)[kScanWarps]) {
+  const int warp = warp_index();
+  const int lane = lane_index();
+  Span sum = value;
+#pragma unroll
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const Span below = {__shfl_up_sync(kWholeWarp, sum.rows, step),
+                        __shfl_up_sync(kWholeWarp, sum.tiles, step)};
+    if (lane >= step) sum = plus(sum, below);
+  }
+  if (lane == kWarpSize - 1 && warp < kScanWarps) totals[warp] = sum;
+  __syncthreads();
+  Scan scan = {{sum.rows - value.rows, sum.tiles - value.tiles}, {0, 0}};
+#pragma unroll
+  for (int other = 0; other < kScanWarps; ++other) {
+    const Span total = totals[other];
+    if (other < warp) scan.before = plus(scan.before, total);
+    scan.all = plus(scan.all, total);
+  }
+  return scan;
+}
+
+// What one thread knows of its two experts: pairs of all CTAs, and of those before this one.
+struct Counts {
+  int all[2];
+  int before[2];
+};
+
+__device__ __forceinline__ Counts unpacked(uint32_t counts) {
+  return {{static_cast<int>(counts & 0xffff), static_cast<int>(counts >> 16)}, {0, 0}};
+}
+
+// From counts to rows: the whole CTA calls it. Leaves where the CTA's rows of each expert begin in
+// shared memory, and writes the tiles.
+template <int kWarps>
+__device__ __forceinline__ void place_experts(const Plan& plan, const Workspace& to,
+                                              IndexShared<kWarps>& shared, const Counts& counts) {
+  const int word = static_cast<int>(threadIdx.x);
+  const Span sizes[2] = {{counts.all[0], plan.tiles_of(counts.all[0])},
+                         {counts.all[1], plan.tiles_of(counts.all[1])}};
+  const Scan scan = scan_threads(plus(sizes[0], sizes[1]), shared.totals);
+  if (word < plan.words) {
+    const Span middle = plus(scan.before, sizes[0]);
+    shared.first_row[2 * word] = scan.before.rows + counts.before[0];
+    shared.first_row[2 * word + 1] = middle.rows + counts.before[1];
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      write_tiles(plan, to, 2 * word + i, i == 0 ? scan.before : middle,
+                  i == 0 ? counts.all[0] : counts.all[1]);
+    }
+  }
+  if (blockIdx.x == 0 && word == 0) write_header(to, scan.all);
+  __syncthreads();
+}
+
+template <int kWarps, int kRounds>
+__device__ __forceinline__ void write_rows(const Plan& plan, const Workspace& to,
+                                           const IndexShared<kWarps>& shared,
+                                           const Segment& segment, const Ranks<kRounds>& ranks) {
+  const auto* before = reinterpret_cast<const uint16_t*>(shared.counts[warp_index()]);
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    if (round >= segment.rounds) break;
+    const int pair = segment.pair(round);
+    const int expert = ranks.expert[round];
+    const int place = max(expert, 0);
+    const int row = shared.first_row[place] + before[place] + ranks.rank[round];
+    if (pair < segment.end) write_pair(plan, to, pair, expert, row);
+  }
+}
+
+}  // namespace jax_hpc::fused_moe

@@ -1,0 +1,82 @@
+#include "fused_moe/launch.h"
+
+#include "fused_moe/gemm.h"
+#include "fused_moe/launch_kernel.h"
+#include "fused_moe/prepare.cuh"
+#include "fused_moe/reduce.cuh"
+
+namespace jax_hpc::fused_moe {
+namespace {
+
+// CTAs behind those that index; none where x is fp8 already.
+int quantizing_ctas(const Problem& p, const Arrays& a, int threads) {
+  return a.x_is_fp8 ? 0 : ceil_div(p.tokens * blocks_of(p.hidden, kBlock), threads / kGroupLanes);
+}
+
+template <bool kPerGroup>
+cudaError_t launch_prepare_as(const Problem& p, const Config& config, const Arrays& a,
+                              bool overlaps, cudaStream_t stream) {
+  constexpr auto kSmall = prepare_kernel<kSmallWarps, kSmallRounds, kPerGroup>;
+  constexpr auto kLarge = prepare_kernel<kLargeWarps, kLargeRounds, kPerGroup>;
+  const bool is_small = num_pairs(p) <= kSmallWarps * kSmallRounds * kWarpSize;
+  const int threads = (is_small ? kSmallWarps : kLargeWarps) * kWarpSize;
+  const Plan plan(p, config, threads);
+  LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas + quantizing_ctas(p, a, threads))),
+                    .threads = threads};
+  if (plan.ctas == 1) {
+    return launch_kernel(is_small ? kSmall : kLarge, shape, stream, p, plan, a);
+  }
+  const cudaError_t status = launch_kernel(count_kernel<kPerGroup>, shape, stream, p, plan, a);
+  if (status != cudaSuccess) return status;
+  shape.grid = dim3(static_cast<unsigned>(plan.ctas));
+  shape.overlaps_previous = overlaps;
+  return launch_kernel(place_kernel, shape, stream, plan, a);
+}
+
+bool is_supported(const Problem& p, const Config& config) {
+  const int64_t groups = int64_t{p.tokens} * blocks_of(p.hidden, kBlock);
+  return p.experts <= kMostExperts && p.top_k <= kMostTopK && num_pairs(p) <= kMostPairs &&
+         groups <= kMostGroups && (config.tile_rows & (config.tile_rows - 1)) == 0;
+}
+
+}  // namespace
+
+cudaError_t launch_prepare(const Problem& problem, const Config& config, const Arrays& arrays,
+                           bool overlaps, cudaStream_t stream) {
+  if (!is_supported(problem, config)) return cudaErrorInvalidValue;
+  return problem.format == Format::kBlock
+             ? launch_prepare_as<true>(problem, config, arrays, overlaps, stream)
+             : launch_prepare_as<false>(problem, config, arrays, overlaps, stream);
+}
+
+cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool overlaps,
+                          cudaStream_t stream) {
+  const LaunchShape shape{
+      .grid = dim3(static_cast<unsigned>(problem.tokens),
+                   static_cast<unsigned>(ceil_div(problem.hidden, kReduceThreads * kReduceValues))),
+      .threads = kReduceThreads,
+      .overlaps_previous = overlaps};
+  constexpr int kFew = 8;
+  const auto kernel = problem.top_k <= kFew ? reduce_kernel<kFew> : reduce_kernel<2 * kFew>;
+  return launch_kernel(kernel, shape, stream, problem, arrays);
+}
+
+cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,
+                   bool overlaps, int num_sms, cudaStream_t stream) {
+  const Workspace& w = arrays.workspace;
+  const Index index{w.tiles, w.header, w.row_token, arrays.topk_ids, arrays.expert_offset};
+  const TokenRows x =
+      arrays.x_is_fp8 ? TokenRows{arrays.x, arrays.x_scale} : TokenRows{w.x, w.x_scale};
+  cudaError_t status = launch_prepare(problem, config, arrays, overlaps, stream);
+  if (status == cudaSuccess) {
+    status = launch_gate_up(problem, config, index, x, arrays.weights, w.rows, overlaps, num_sms,
+                            stream);
+  }
+  if (status == cudaSuccess) {
+    status = launch_down(problem, config, index, arrays.weights, w.rows, overlaps, num_sms, stream);
+  }
+  if (status == cudaSuccess) status = launch_reduce(problem, arrays, overlaps, stream);
+  return status;
+}
+
+}  // namespace jax_hpc::fused_moe

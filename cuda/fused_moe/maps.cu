@@ -1,0 +1,108 @@
+#include "fused_moe/maps.h"
+
+#include "common/tensor_map.h"
+
+namespace jax_hpc::fused_moe {
+namespace {
+
+constexpr uint64_t kRowValues = 128;
+constexpr uint64_t kGroupRows = 8;
+
+// One dimension: how many, how many of a box, and bytes from one to the next.
+struct Dimension {
+  uint64_t extent;
+  uint32_t box;
+  uint64_t stride;
+};
+
+template <int Rank>
+cudaError_t encode(const void* array, const Dimension (&dimensions)[Rank], CUtensorMap* map,
+                   CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
+  const TensorMapEncoder& encoder = tensor_map_encoder();
+  if (encoder.status != cudaSuccess) return encoder.status;
+  cuuint64_t extent[Rank];
+  cuuint64_t strides[Rank];
+  cuuint32_t box[Rank];
+  cuuint32_t element_strides[Rank];
+  for (int i = 0; i < Rank; ++i) {
+    extent[i] = dimensions[i].extent;
+    box[i] = dimensions[i].box;
+    element_strides[i] = 1;
+    if (i > 0) strides[i - 1] = dimensions[i].stride;
+  }
+  const CUresult result =
+      encoder.encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, Rank, const_cast<void*>(array), extent,
+                     strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+// A box is eight gate rows, the eight up rows that belong to them, and so on: of one piece four
+// times, of four pieces of the hidden axis once each.
+cudaError_t make_gate_up_map(const Problem& p, const Config& config, const void* gate_up,
+                             CUtensorMap* map) {
+  const auto hidden = static_cast<uint64_t>(p.hidden);
+  const auto inter = static_cast<uint64_t>(p.inter);
+  const auto experts = static_cast<uint64_t>(p.experts);
+  const Dimension gate_or_up{2, 2, inter * hidden};
+  const Dimension expert{experts, 1, 2 * inter * hidden};
+  if (config.gate_up_pieces == 1) {
+    const Dimension dimensions[] = {{hidden, kRowValues, 1},
+                                    {kGroupRows, kGroupRows, hidden},
+                                    gate_or_up,
+                                    {inter / kGroupRows, 4, kGroupRows * hidden},
+                                    expert};
+    return encode(gate_up, dimensions, map);
+  }
+  if (p.hidden % static_cast<int>(kRowValues) != 0) return cudaErrorInvalidValue;
+  const auto pieces = static_cast<uint32_t>(config.gate_up_pieces);
+  const Dimension dimensions[] = {{kRowValues, kRowValues, 1},
+                                  {inter, kGroupRows, hidden},
+                                  gate_or_up,
+                                  {hidden / kRowValues, pieces, kRowValues},
+                                  expert};
+  return encode(gate_up, dimensions, map);
+}
+
+cudaError_t make_down_map(const Problem& p, const void* down, CUtensorMap* map) {
+  constexpr uint32_t kTaskRows = 64;
+  const auto hidden = static_cast<uint64_t>(p.hidden);
+  const auto inter = static_cast<uint64_t>(p.inter);
+  const Dimension dimensions[] = {{inter, kRowValues, 1},
+                                  {hidden, kTaskRows, inter},
+                                  {static_cast<uint64_t>(p.experts), 1, hidden * inter}};
+  return encode(down, dimensions, map);
+}
+
+cudaError_t make_act_map(const Problem& p, const void* act, CUtensorMap* map) {
+  const auto inter = static_cast<uint64_t>(p.inter);
+  const Dimension dimensions[] = {{inter, kRowValues, 1},
+                                  {static_cast<uint64_t>(num_pairs(p)), kGroupRows, inter}};
+  return encode(act, dimensions, map);
+}
+
+cudaError_t make_down_pairs_map(const Problem& p, const void* down, CUtensorMap* map) {
+  constexpr uint32_t kPairs = 64;
+  constexpr uint64_t kRowsOfPair = 3;
+  const auto hidden = static_cast<uint64_t>(p.hidden);
+  const auto inter = static_cast<uint64_t>(p.inter);
+  const Dimension dimensions[] = {{kRowValues, kRowValues, 1},
+                                  {hidden / 2, kPairs, 2 * inter},
+                                  {kRowsOfPair, kRowsOfPair, kRowValues},
+                                  {static_cast<uint64_t>(p.experts), 1, hidden * inter}};
+  return encode(down, dimensions, map);
+}
+
+cudaError_t make_act_pieces_map(const Problem& p, const void* act, CUtensorMap* map) {
+  constexpr uint64_t kPieceValues = 64;
+  constexpr uint64_t kPieces = 3;
+  const Dimension dimensions[] = {
+      {kPieceValues, kPieceValues, 1},
+      {static_cast<uint64_t>(num_pairs(p)), kGroupRows, static_cast<uint64_t>(p.inter)},
+      {kPieces, kPieces, kPieceValues}};
+  return encode(act, dimensions, map, CU_TENSOR_MAP_SWIZZLE_64B);
+}
+
+}  // namespace jax_hpc::fused_moe

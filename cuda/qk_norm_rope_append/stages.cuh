@@ -1,0 +1,141 @@
+// What a warp reads, on its way through shared memory: copies that no register waits for.
+#pragma once
+
+#include <cstddef>
+
+#include "common/ptx.cuh"
+#include "qk_norm_rope_append/config.h"
+#include "qk_norm_rope_append/launch.h"
+#include "qk_norm_rope_append/values.cuh"
+
+namespace jax_hpc::qk_norm_rope_append {
+
+// Of one warp. A stage's next contents are asked for when the warp is done with the last ones.
+template <int kHeadDim>
+struct Stages {
+  uint4 chunks[kStages][2][32];   // a turn each; a lane reads what it asked for itself
+  float rows[kStages][kHeadDim];  // of the table, a token each
+  float weights[2][kHeadDim];     // of queries and of keys
+};
+
+// Where they lie.
+template <int kHeadDim>
+struct StageAddresses {
+  SharedAddress stages;
+  SharedAddress lane_chunks;
+
+  __device__ StageAddresses(const Stages<kHeadDim>& of_warp, int lane)
+      : stages(kept(shared_address(&of_warp))),
+        lane_chunks(kept(shared_address(&of_warp.chunks[0][0][lane]))) {}
+
+  // The lane's first chunk of a turn; the second lies kSecondChunk bytes behind.
+  static constexpr int kSecondChunk = 32 * sizeof(uint4);
+  __device__ SharedAddress chunks(int turn) const {
+    return lane_chunks + (turn % kStages) * (2 * kSecondChunk);
+  }
+  __device__ SharedAddress row(int token) const {
+    return stages + offsetof(Stages<kHeadDim>, rows) + (token % kStages) * (4 * kHeadDim);
+  }
+  __device__ SharedAddress weight(bool is_query) const {
+    return stages + offsetof(Stages<kHeadDim>, weights) + (is_query ? 0 : 4 * kHeadDim);
+  }
+};
+
+// A turn of a warp.
+struct Turn {
+  int token;  // counted from the warp's first
+  int turn;   // of the token
+
+  __device__ bool is_last(int turns_of_token) const { return turn == turns_of_token - 1; }
+  __device__ void advance(int turns_of_token) {
+    const bool ends = is_last(turns_of_token);
+    token += ends ? 1 : 0;
+    turn = ends ? 0 : turn + 1;
+  }
+};
+
+// Asks for the values of turns, one after the other, and for their rows of the table.
+template <int kHeadDim, int kRowAlignment>
+class Asker {
+ public:
+  // The warp's first token, and the lane's first value of the first turn.
+  __device__ Asker(const Problem& p, const Arrays& a, int token, int turn, int lane, Places at)
+      : p_(p),
+        a_(a),
+        lane_(lane),
+        lane_head_(lane / kLanes),
+        apart_(at.second - at.first),
+        step_over_((p.heads() - (turns_of_token(p) - 1) * kHeads) * kHeadDim),
+        positions_(__ldg(a.positions + min(token + lane, p.tokens - 1))),
+        from_(static_cast<const __nv_bfloat16*>(a.qkv) + at.first +
+              (int64_t{token} * p.heads() + turn * kHeads + lane / kLanes) * kHeadDim) {}
+
+  __device__ void ask_values(const Turn& turn, int turns, SharedAddress to) {
+    if (turn.turn * kHeads + lane_head_ < p_.heads()) {
+      copy_16(to, from_, true);
+      copy_16(to + StageAddresses<kHeadDim>::kSecondChunk, from_ + apart_, true);
+    }
+    from_ += turn.is_last(turns) ? step_over_ : kHeads * kHeadDim;
+  }
+
+  // The whole warp asks, each lane for a part.
+  __device__ void ask_row(const Turn& turn, SharedAddress to) const {
+    constexpr int kFloats = kRowAlignment / sizeof(float);
+    const int wanted = __shfl_sync(0xffffffffu, positions_, turn.token);
+    const float* from = a_.cos_sin + int64_t{min(max(wanted, 0), p_.positions - 1)} * p_.rotary;
+#pragma unroll 1
+    for (int i = lane_ * kFloats; i < p_.rotary; i += 32 * kFloats) {
+      if (kRowAlignment == 16) {
+        copy_16(to + 4 * i, from + i, true);
+      } else {
+        copy_4(to + 4 * i, from + i);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kLanes = lanes_of_head(kHeadDim);
+  static constexpr int kHeads = heads_of_warp(kHeadDim);
+
+  const Problem& p_;
+  const Arrays& a_;
+  int lane_;
+  int lane_head_;
+  int apart_;
+  int step_over_;  // from a token's last turn to the next token
+  int positions_;  // of the warp's tokens, one a lane
+  const __nv_bfloat16* from_;
+};
+
+// A weight on its way from global to shared memory, of which each lane takes a part; ones where
+// there is none.
+template <int kHeadDim>
+class WeightCopy {
+ public:
+  __device__ WeightCopy(Weight kind, const void* weight, int lane) : lane_(lane) {
+    if (kind == Weight::kBf16) {
+      const auto* from = static_cast<const uint16_t*>(weight) + lane;
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        parts_[i] = __uint_as_float(uint32_t{__ldg(from + 32 * i)} << 16);
+      }
+    } else {
+      const auto* from = static_cast<const float*>(weight) + lane;
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        parts_[i] = kind == Weight::kFloat ? __ldg(from + 32 * i) : 1.0f;
+      }
+    }
+  }
+  __device__ void write(SharedAddress to) const {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) store_shared_float(to + 4 * (lane_ + 32 * i), parts_[i]);
+  }
+
+ private:
+  static constexpr int kParts = kHeadDim / 32;
+  int lane_;
+  float parts_[kParts];
+};
+
+}  // namespace jax_hpc::qk_norm_rope_append

@@ -1,0 +1,377 @@
+// A layer of experts without JAX: every stage against float64, and how long each takes on cold
+// weights beside the floor.
+//
+//   fused_moe check           routings, formats, sizes and tile boundaries
+//   fused_moe check small     a few of them, for the sanitizer's slower tools; `races` too
+//   fused_moe time [T ...]    the baselines' layers, by stage
+//
+// Built by `make kernel-tests`.
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "fused_moe/gemm.h"
+#include "fused_moe/heuristics.h"
+#include "fused_moe/launch.h"
+#include "tests/moe_problem.cuh"
+#include "tests/moe_timing.cuh"
+#include "tests/support.cuh"
+
+namespace {
+
+using namespace jax_hpc::fused_moe;
+using namespace jax_hpc::tests;
+
+constexpr int kSms = 132;
+constexpr int kGuard = 64;  // elements behind every array that is written
+
+// Everything that a call writes, on the device with a guard behind it.
+struct Device {
+  DeviceArray<int> header, tiles, row_token, pair_row;
+  DeviceArray<uint32_t> counts;
+  DeviceArray<uint8_t> x, act;
+  DeviceArray<float> x_scale, act_scale;
+  DeviceArray<__nv_bfloat16> outputs, out;
+
+  explicit Device(const Problem& p)
+      : header(4 + kGuard),
+        tiles(4 * tile_capacity(p) + kGuard),
+        row_token(num_pairs(p) + kGuard),
+        pair_row(num_pairs(p) + kGuard),
+        counts(num_counts(p) + kGuard),
+        x(int64_t{p.tokens} * p.hidden + kGuard),
+        act(num_pairs(p) * p.inter + kGuard),
+        x_scale(int64_t{p.tokens} * blocks_of(p.hidden, kBlock) + kGuard),
+        act_scale(num_pairs(p) * blocks_of(p.inter, kBlock) + kGuard),
+        outputs(num_pairs(p) * p.hidden + kGuard),
+        out(int64_t{p.tokens} * p.hidden + kGuard) {}
+
+  template <class Visit>
+  void each(const Visit& visit) {
+    visit("header", header), visit("tiles", tiles), visit("row_token", row_token);
+    visit("pair_row", pair_row), visit("counts", counts), visit("x", x), visit("act", act);
+    visit("x_scale", x_scale), visit("act_scale", act_scale), visit("outputs", outputs);
+    visit("out", out);
+  }
+  Workspace workspace() const {
+    return {header.data(),    reinterpret_cast<Tile*>(tiles.data()),
+            row_token.data(), pair_row.data(),
+            counts.data(),    x.data(),
+            x_scale.data(),   {act.data(), act_scale.data(), outputs.data()}};
+  }
+};
+
+// All bytes of an array: to compare bits, NaN included.
+template <class T>
+std::string bytes_of(const std::vector<T>& values) {
+  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)};
+}
+
+// Names an array that was written behind its end.
+std::string overrun(Device& device) {
+  std::string name;
+  device.each([&](const char* array, const auto& values) {
+    const std::string bytes = bytes_of(values.host());
+    const size_t guard = kGuard * bytes.size() / values.size();
+    const auto is_written = [](char c) { return static_cast<uint8_t>(c) != 0xff; };
+    if (std::any_of(bytes.end() - static_cast<std::ptrdiff_t>(guard), bytes.end(), is_written)) {
+      name = array;
+    }
+  });
+  return name;
+}
+
+struct Bounds {
+  double cosine;
+  double of_largest;
+};
+
+// How values miss what they should be; empty if they do not.
+std::string compare(const char* what, const std::vector<double>& got,
+                    const std::vector<double>& want, const Bounds& bounds, int width) {
+  double largest = 0;
+  double dot = 0;
+  double norms[2] = {0, 0};
+  double worst = 0;
+  size_t place = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    if (std::isnan(want[i]) && std::isnan(got[i])) continue;
+    const double error = std::abs(got[i] - want[i]);
+    if (!(error <= worst)) {
+      worst = std::isnan(error) ? INFINITY : error;
+      place = i;
+    }
+    largest = std::max(largest, std::abs(want[i]));
+    dot += got[i] * want[i];
+    norms[0] += got[i] * got[i];
+    norms[1] += want[i] * want[i];
+  }
+  const double cosine = norms[0] * norms[1] > 0 ? dot / std::sqrt(norms[0] * norms[1]) : 1;
+  if (worst <= bounds.of_largest * largest && cosine >= bounds.cosine) return "";
+  std::ostringstream text;
+  text << what << " at " << place / width << ", " << place % width << ": got " << got[place]
+       << ", expected " << want[place] << "; largest " << largest << ", cosine " << cosine;
+  return text.str();
+}
+
+std::vector<double> widened(const std::vector<__nv_bfloat16>& values, size_t size) {
+  std::vector<double> wide(size);
+  for (size_t i = 0; i < size; ++i) wide[i] = from_bf16(values[i]);
+  return wide;
+}
+
+std::string index_fault(const Setup& setup, const Config& config, const Truth& truth,
+                        const Device& device) {
+  const std::vector<int> rows = device.pair_row.host();
+  if (!std::equal(truth.pair_row.begin(), truth.pair_row.end(), rows.begin())) return "pair_row";
+  const std::vector<int> tokens = device.row_token.host();
+  const auto num_rows = static_cast<int>(truth.row_token.size());
+  if (!std::equal(truth.row_token.begin(), truth.row_token.end(), tokens.begin())) {
+    return "row_token";
+  }
+  std::vector<int> tiles;
+  for (int row = 0; row < num_rows;) {
+    const int expert = truth.row_expert[row];
+    int end = row;
+    while (end < num_rows && truth.row_expert[end] == expert) ++end;
+    for (; row < end; row += config.tile_rows) {
+      tiles.insert(tiles.end(), {expert, row, std::min(config.tile_rows, end - row), 0});
+    }
+    row = end;
+  }
+  const std::vector<int> header = device.header.host();
+  if (header[0] != static_cast<int>(tiles.size() / 4) || header[1] != num_rows) return "header";
+  const std::vector<int> got = device.tiles.host();
+  if (int64_t{header[0]} > max_tiles(setup.p, config)) return "more tiles than max_tiles";
+  return std::equal(tiles.begin(), tiles.end(), got.begin()) ? "" : "tiles";
+}
+
+std::string x_fault(const Setup& setup, const Truth& truth, const Device& device) {
+  if (setup.x_is_fp8) return "";
+  const auto is_nan = [](uint8_t bits) { return (bits & 0x7f) == 0x7f; };
+  const Bytes x = device.x.host();
+  for (size_t i = 0; i < truth.x.values.size(); ++i) {
+    const uint8_t want = truth.x.values[i];
+    if (x[i] != want && !(is_nan(x[i]) && is_nan(want))) return "quantised x";
+  }
+  if (setup.p.format == Format::kTensor) return "";
+  const Floats scale = device.x_scale.host();
+  for (size_t i = 0; i < truth.x.scale.size(); ++i) {
+    if (std::isnan(scale[i]) && std::isnan(truth.x.scale[i])) continue;
+    if (scale[i] != truth.x.scale[i]) return "scale of quantised x";
+  }
+  return "";
+}
+
+std::vector<double> act_of(const Setup& setup, const Inputs& in, const Truth& truth,
+                           const Device& device) {
+  const Problem& p = setup.p;
+  std::vector<double> act(truth.act.size());
+  const Bytes values = device.act.host();
+  const Floats scales = device.act_scale.host();
+  for (size_t i = 0; i < act.size(); ++i) {
+    const size_t row = i / p.inter;
+    const int group = static_cast<int>(i % p.inter) / kBlock;
+    const float scale = p.format == Format::kBlock
+                            ? scales[row * blocks_of(p.inter, kBlock) + group]
+                            : in.act_scale[truth.row_expert[row]];
+    act[i] = double{from_fp8(values[i])} * scale;
+  }
+  return act;
+}
+
+// How many values of act were looked at, and how many were rounded to the other side than those of
+// the truth: tensor cores add up with fewer bits than float32 has.
+struct Rounded {
+  size_t all = 0;
+  size_t otherwise = 0;
+};
+
+std::string act_fault(const std::vector<double>& act, const Truth& truth, Rounded* rounded) {
+  constexpr double kStep = 0.14;  // of e4m3 beside the value, and a little
+  constexpr double kMostOtherwise = 0.02;
+  double largest = 1;
+  for (const double want : truth.act) {
+    if (!std::isnan(want)) largest = std::max(largest, std::abs(want));
+  }
+  size_t otherwise = 0;
+  for (size_t i = 0; i < act.size(); ++i) {
+    const double want = truth.act[i];
+    if (std::isnan(act[i]) && std::isnan(want)) continue;
+    const double error = std::abs(act[i] - want);
+    if (!(error <= kStep * std::abs(want) + 1e-4 * largest)) {
+      std::ostringstream text;
+      text << "act of place " << i << ": got " << act[i] << ", expected " << want;
+      return text.str();
+    }
+    if (error > 0.03 * std::abs(want)) ++otherwise;
+  }
+  rounded->all += act.size();
+  rounded->otherwise += otherwise;
+  const double most = 3 + kMostOtherwise * static_cast<double>(act.size());
+  return static_cast<double>(otherwise) <= most ? "" : std::to_string(otherwise) + " values of act";
+}
+
+std::string stage_fault(const Setup& setup, const Config& config, const Inputs& in,
+                        const Device& device, Rounded* rounded) {
+  const Problem& p = setup.p;
+  const Truth truth = truth_of(setup, in);
+  std::string fault = index_fault(setup, config, truth, device);
+  if (fault.empty()) fault = x_fault(setup, truth, device);
+  const std::vector<double> act = act_of(setup, in, truth, device);
+  if (fault.empty()) fault = act_fault(act, truth, rounded);
+  // What follows is judged by what was read, since a rounding to the other side shows in all of it.
+  constexpr Bounds kOneRounding = {0.99999, 0.005};
+  constexpr Bounds kAltogether = {0.9995, 0.05};
+  const std::vector<double> outputs = widened(device.outputs.host(), truth.outputs.size());
+  const std::vector<double> out = widened(device.out.host(), truth.out.size());
+  if (fault.empty()) {
+    fault = compare("outputs", outputs, outputs_of(setup, in, truth, act), kOneRounding, p.hidden);
+  }
+  if (fault.empty()) {
+    const std::vector<double> sums = weighted_sums(setup, in, truth, outputs);
+    fault = compare("weighted sum", out, sums, kOneRounding, p.hidden);
+  }
+  return fault.empty() ? compare("out", out, truth.out, kAltogether, p.hidden) : fault;
+}
+
+// What is wrong with a layer; empty if nothing is.
+std::string fault_of(const Setup& setup, uint32_t seed, Rounded* rounded) {
+  const Problem& p = setup.p;
+  const Inputs in = make_inputs(setup, seed);
+  DeviceArray<__nv_bfloat16> x(in.x), shared(in.shared);
+  DeviceArray<uint8_t> x_fp8(in.x_fp8), gate_up(in.gate_up), down(in.down);
+  DeviceArray<float> x_scale(in.x_scale), topk_weights(in.topk_weights), identity(in.identity);
+  DeviceArray<float> input_scale(in.input_scale), gate_scale(in.gate_scale), up_scale(in.up_scale);
+  DeviceArray<float> down_scale(in.down_scale), act_scale(in.act_scale);
+  DeviceArray<float> gate_up_blocks(in.gate_up_blocks), down_blocks(in.down_blocks);
+  DeviceArray<int> ids(in.ids), offset(std::vector<int>{setup.expert_offset});
+  Device device(p);
+  Arrays a{};
+  a.x = setup.x_is_fp8 ? static_cast<const void*>(x_fp8.data()) : x.data();
+  a.x_scale = x_scale.data();
+  a.topk_ids = ids.data();
+  a.topk_weights = topk_weights.data();
+  a.expert_offset = offset.data();
+  a.shared_output = setup.has_addends ? shared.data() : nullptr;
+  a.identity_weight = setup.has_addends ? identity.data() : nullptr;
+  a.out = device.out.data();
+  a.weights = {gate_up.data(),     down.data(),
+               gate_scale.data(),  up_scale.data(),
+               down_scale.data(),  input_scale.data(),
+               act_scale.data(),   gate_up_blocks.data(),
+               down_blocks.data(), setup.shares_act_scale ? 0 : 1};
+  a.workspace = device.workspace();
+  a.x_is_fp8 = setup.x_is_fp8;
+  const Config config = choose(p, kSms);
+  std::string first;
+  for (const bool overlaps : {false, true, true}) {
+    device.each([](const char*, auto& values) { values.poison(); });
+    require(launch(p, config, a, overlaps, kSms, nullptr), "launch");
+    require(cudaDeviceSynchronize(), "kernel");
+    std::string fault = overrun(device);
+    if (!fault.empty()) return fault + " is written behind its end";
+    const std::string bits = bytes_of(device.out.host());
+    if (!first.empty() && bits != first) return overlaps ? "overlap differs" : "a repeat differs";
+    if (first.empty()) fault = stage_fault(setup, config, in, device, rounded);
+    if (!fault.empty()) return fault;
+    first = bits;
+  }
+  return "";
+}
+
+// Token counts at which the height of tiles changes, the last of each and the first of the next.
+std::vector<int> tile_boundaries(Problem p, int most) {
+  std::vector<int> boundaries;
+  for (p.tokens = 1; p.tokens < most; ++p.tokens) {
+    Problem next = p;
+    ++next.tokens;
+    if (choose(p, kSms).tile_rows == choose(next, kSms).tile_rows) continue;
+    boundaries.insert(boundaries.end(), {p.tokens, next.tokens});
+  }
+  return boundaries;
+}
+
+std::vector<Setup> all_setups(bool small) {
+  std::vector<Setup> setups;
+  const auto add = [&](Problem p, Routing routing) {
+    const auto number = static_cast<uint32_t>(setups.size());
+    const Format format = p.block_rows == 0 ? Format::kTensor : Format::kBlock;
+    p.format = format;
+    setups.push_back({p, routing, mix(number) % 4 == 0, mix(number + 7) % 3 == 0,
+                      mix(number + 5) % 4 == 0 && p.tokens > 1, mix(number + 3) % 3 == 0,
+                      number % 2 == 0 ? 0 : 9});
+  };
+  const std::vector<int> formats = {0, 128, 64};
+  for (const int rows : formats) {
+    for (const int inter : {16, 48, 192, 256}) {
+      for (const int hidden : {16, 144, 512}) {
+        add({3, 2, 5, hidden, inter, {}, rows}, Routing::kGarbage);
+        add({33, 3, 7, hidden, inter, {}, rows}, Routing::kUniform);
+      }
+    }
+    for (const Routing routing : {Routing::kUniform, Routing::kSkewed, Routing::kOneExpert,
+                                  Routing::kNobody, Routing::kGarbage}) {
+      for (const int tokens : {1, 5, 70}) add({tokens, 8, 24, 256, 192, {}, rows}, routing);
+      add({150, 1, 3, 128, 64, {}, rows}, routing);
+      add({40, 16, 512, 128, 32, {}, rows}, routing);
+    }
+    for (const int tokens : tile_boundaries({0, 2, 4, 128, 96, {}, rows}, 140)) {
+      add({tokens, 2, 4, 128, 96, {}, rows}, Routing::kUniform);
+    }
+    add({2, 2, 3, 4096, 1536, {}, rows}, Routing::kUniform);
+    // Index by one CTA of many warps, and by several CTAs.
+    add({1024, 8, 40, 16, 16, {}, rows}, Routing::kGarbage);
+    add({1025, 8, 40, 32, 16, {}, rows}, Routing::kSkewed);
+    add({4000, 6, 512, 16, 16, {}, rows}, Routing::kGarbage);
+  }
+  if (!small) return setups;
+  std::vector<Setup> few;
+  for (size_t i = 0; i < setups.size(); i += 9) {
+    if (num_pairs(setups[i].p) < 500) few.push_back(setups[i]);
+  }
+  return few;
+}
+
+int check(bool small) {
+  constexpr const char* kRoutings[] = {"uniform", "skewed", "one expert", "nobody", "garbage"};
+  int failures = 0;
+  Rounded rounded;
+  const std::vector<Setup> setups = all_setups(small);
+  for (size_t i = 0; i < setups.size(); ++i) {
+    const Setup& setup = setups[i];
+    const std::string fault = fault_of(setup, static_cast<uint32_t>(i), &rounded);
+    if (fault.empty()) continue;
+    ++failures;
+    std::cout << setup.p << ", " << kRoutings[static_cast<int>(setup.routing)]
+              << (setup.x_is_fp8 ? ", fp8 x" : "") << (setup.has_nan ? ", NaN" : "") << ", "
+              << choose(setup.p, kSms) << ": " << fault << std::endl;
+  }
+  std::cout << setups.size() - failures << " passed, " << failures << " failed; of " << rounded.all
+            << " values of act " << rounded.otherwise << " are rounded to the other side\n";
+  return failures == 0 ? 0 : 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string command = argc > 1 ? argv[1] : "";
+  if (command == "check") return check(argc > 2);
+  if (command != "time") {
+    std::cerr << "usage: fused_moe check [small | races] | time [T ...]\n";
+    return 2;
+  }
+  std::vector<int> tokens;
+  for (int i = 2; i < argc; ++i) tokens.push_back(std::atoi(argv[i]));
+  if (tokens.empty()) tokens = {1, 4, 16, 64, 128};
+  time_layers(tokens);
+  return 0;
+}

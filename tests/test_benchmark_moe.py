@@ -1,0 +1,71 @@
+"""The benchmark of fused_moe, on a CPU: floors, operands and peers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import moe, report, results, rows
+from jax_hpc import _registry
+from jax_hpc.ops.fused_moe.cases import Case
+
+BENCHMARK = moe.BENCHMARK
+
+
+def test_floors_are_those_of_the_baselines() -> None:
+    """Theirs count the experts that their routings met, ours those that one meets on average."""
+    recorded = [r for r in results.read_rows(results.BASELINES) if r["op"] == "moe-fp8"]
+    assert len(recorded) > 60
+    names = set(map(rows.case_name, BENCHMARK.cases))
+    for row in recorded:
+        case = rows.case_of(row)
+        assert rows.case_name(case) in names
+        ours = BENCHMARK.row(case, "cuda")
+        assert abs(ours["floor_us"] / row["floor_us"] - 1) < 0.04, (row, ours)
+
+
+@pytest.mark.parametrize("impl", BENCHMARK.impls)
+@pytest.mark.parametrize("shape", ["hy3-tp8", "longcat-ep8"])
+def test_workloads_trace(shape: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_registry, "unusable_reason", lambda: None)
+    workload = BENCHMARK.workload({"shape": shape, "bs": 4}, impl)
+    operands, state = jax.eval_shape(workload.make, jax.random.key(0))
+    out, left = jax.eval_shape(workload.call, operands, state)
+    assert (out.shape, out.dtype.name) == (operands[0].shape, "bfloat16") and left == ()
+    assert hasattr(operands[3], "block_rows") == impl.endswith(":block")
+
+
+@pytest.mark.parametrize("format", moe.FORMATS)
+def test_a_small_layer_gives_moderate_numbers(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(moe.SHAPES, "small", Case("small", experts=6, k=2, hidden=144, inter=48))
+    impl = "xla" if format == moe.FORMAT else "xla:block"
+    workload = BENCHMARK.workload({"shape": "small", "bs": 8}, impl)
+    operands, state = jax.jit(workload.make)(jax.random.key(1))
+    ids = np.sort(np.asarray(operands[1]), axis=1)
+    assert ids.min() >= 0 and ids.max() < 6 and (np.diff(ids, axis=1) > 0).all()
+    out = np.asarray(jax.jit(workload.call)(operands, state)[0], np.float32)
+    assert np.isfinite(out).all() and 0.01 < np.abs(out).mean() < 10
+    for weight in (operands[3].gate_up, operands[3].down):
+        size = np.abs(np.asarray(weight.astype(jnp.float32)))
+        assert 1 / 16 <= size.min() and size.max() < 1
+
+
+def test_by_zipf_fewer_experts_are_met() -> None:
+    uniform, zipf = (moe.active_experts("hy3-tp8", 64, is_zipf) for is_zipf in (False, True))
+    assert 100 < zipf < 0.9 * uniform < 192
+    assert moe.active_experts("hy3-tp8", 1, True) == 8
+
+
+def test_each_format_has_its_own_peer() -> None:
+    case = {"shape": "hy3-ep8", "bs": 64}
+    ours = [
+        BENCHMARK.row(case, impl) | {"us": us, "sources_hash": "x"}
+        for impl, us in (("cuda", 120.0), ("cuda:block", 125.0), ("xla:block", 120.5))
+    ]
+    compared = report.compare(BENCHMARK, ours, results.read_rows(results.BASELINES))
+    peers = {comparison.label: comparison.peer for comparison in compared}
+    assert peers == {"cuda": "hpcops:moe-pertensor", "cuda:block": "xla"}
+    (alone,) = report.compare(BENCHMARK, ours[1:2], results.read_rows(results.BASELINES))
+    assert (alone.peer, alone.peer_us) == ("hpcops:moe-blockwise", 137.93)
