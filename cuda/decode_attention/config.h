@@ -68,8 +68,8 @@ constexpr int kMostRows = 128;
 constexpr int kMostSlots = 24;
 constexpr int kWarps = 8;  // consumers of a CTA, which has an SM of its own
 constexpr int kThreads = (kWarps + 1) * 32;
-constexpr int kEarlyTiles = 32;
-constexpr int kMergeKib = 8;  // shared memory of a CTA of the merge, of which 1 is the system's
+constexpr int kShortTask = 8;  // tiles
+constexpr int kMergeKib = 8;   // shared memory of a CTA of the merge, of which 1 is the system's
 
 // Query rows are the columns of the tensor cores' products. A consumer warp holds `column_tiles`
 // times eight of them, and the warps of a CTA share out `row_groups` such blocks; warps of one
@@ -78,9 +78,9 @@ constexpr int kMergeKib = 8;  // shared memory of a CTA of the merge, of which 1
 struct Config {
   int column_tiles;
   int row_groups;
-  int team_warps;   // a multiple of row_groups; all or half of kWarps
-  int slots;        // of the ring: half tiles (64 tokens of K or of V)
-  int later_slots;  // of them in use once kEarlyTiles have been asked for
+  int team_warps;  // a multiple of row_groups; all or half of kWarps
+  int slots;       // of the ring: half tiles (64 tokens of K or of V)
+  int long_slots;  // of them in use by tasks of more than kShortTask tiles
   int shared_bytes;
 
   __host__ __device__ int row_tile() const { return 8 * column_tiles * row_groups; }
@@ -130,18 +130,19 @@ inline Config choose(const Problem& p) {
   // Bytes of a CTA. An SM's 228 KiB, of which each CTA costs one more, leave a CTA of the merge
   // room beside it: so it starts while this one still runs.
   constexpr int kShared = (228 - kMergeKib) * 1024 - 1024;
-  // A short span is over sooner with more under way than the memory needs. In a long one SMs would
-  // get unequal shares of the memory by it, and end far apart.
+  // A short task is over sooner with all of it under way at once. In a long one more than the
+  // memory needs would only make a CTA's first tile wait for other CTAs' later ones.
   constexpr int kRing = 128 * 1024;
-  constexpr int kLaterRing = 48 * 1024;
+  constexpr int kLongRing = 64 * 1024;
   Config c{};
   const int rows = p.rows();
   c.column_tiles = rows <= 8 ? 1 : 2;
   c.row_groups = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 64 ? 4 : 8;
   c.team_warps = rows <= 64 ? kWarps / 2 : kWarps;
   const int slot_bytes = kTileTokens * p.head_dim * (p.fp8_cache ? 1 : 2);
-  // Tiles alternate between teams, and a slot belongs to one of them: a team that waits for a slot
-  // which the other's tile has not filled yet would take the phase before for its own.
+  // Tiles alternate between teams, and both the slot that a tile takes and the one whose release
+  // it waits for are its own team's: of the other team, which may be some tiles behind, it would
+  // take a phase for another, and what it has released says nothing about older slots.
   const int step = c.team_warps < kWarps ? 4 : 1;
   const int most = std::min(kMostSlots, kRing / slot_bytes) / step * step;
   for (c.slots = most; c.slots > step; c.slots -= step) {
@@ -151,7 +152,7 @@ inline Config choose(const Problem& p) {
             .end;
     if (c.shared_bytes <= kShared) break;
   }
-  c.later_slots = std::min(c.slots, kLaterRing / slot_bytes);
+  c.long_slots = std::min(c.slots, kLongRing / slot_bytes / step * step);
   return c;
 }
 

@@ -44,7 +44,7 @@ Arguments gather(const Problem& p, const Cut& cut, const Config& config, const B
           .row_groups = config.row_groups,
           .team_warps = config.team_warps,
           .slots = config.slots,
-          .later_slots = config.later_slots,
+          .long_slots = config.long_slots,
           .page_bits = std::countr_zero(static_cast<unsigned>(p.page_size)),
           .q = b.q,
           .page_table = b.page_table,
