@@ -21,7 +21,7 @@ from flax import nnx
 
 from benchmarks.worker import meta
 from jax_hpc.generate import Generator
-from jax_hpc.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig
+from jax_hpc.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig, SparseMLP
 from jax_hpc.types import Implementations
 
 QWEN3_30B = Qwen3MoEConfig(
@@ -61,8 +61,9 @@ def use(model: Qwen3MoE, forms: Implementations) -> None:
     """Let all layers take these forms; the weights stay."""
     for layer in model.layers:
         layer.self_attn.implementation = forms.attention
-        layer.mlp.gate.implementation = forms.router
-        layer.mlp.experts.implementation = forms.moe
+        if isinstance(layer.mlp, SparseMLP):
+            layer.mlp.gate.implementation = forms.router
+            layer.mlp.experts.implementation = forms.moe
 
 
 def measure(model: Qwen3MoE, prompts: Sequence[Sequence[int]], new: int) -> dict[str, Any]:
