@@ -77,7 +77,9 @@ class Producer {
 
   __device__ __forceinline__ void begin(const Task& task, int page, int entry) {
     task_ = task;
-    places_ = task.tiles > kShortTask ? a_.long_slots : a_.slots;
+    // Shuffled, it is known to be the same in all lanes; else every wait of the kernel is compiled
+    // for a warp that may have diverged.
+    places_ = __shfl_sync(~0u, task.tiles, 0) > kShortTask ? a_.long_slots : a_.slots;
     token_ = task.first_token;
     page_ = page;
     ids_ = existing(page, entry);
