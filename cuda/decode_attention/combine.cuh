@@ -129,17 +129,26 @@ struct Merged {
   }
 };
 
-// The heavy cut pairs in order, found by all warps; their number.
-__device__ __forceinline__ int find_heavy(const Arguments& a, int* heavy, int* counts) {
+// Heavy cut pairs, and the most pieces of one.
+struct Heavy {
+  int pairs = 0;
+  int pieces = 0;
+};
+
+// Lists them in order, by all warps.
+__device__ __forceinline__ Heavy find_heavy(const Arguments& a, int* heavy, int* counts) {
   const int size = candidates(a);
-  if (a.cut.splits > 0 || size > kMostSearched) return 0;
+  if (a.cut.splits > 0 || size > kMostSearched) return {};
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   int found = 0;
+  int most = 0;
 #pragma unroll 1
   for (int begin = 0; begin < size; begin += kCombineThreads) {
     const int i = begin + threadIdx.x;
-    const bool is_heavy = i < size && a.merge_last[i] - i >= kPiecesAtOnce;
+    const int pieces = i < size ? a.merge_last[i] - i + 1 : 0;
+    const bool is_heavy = pieces > kPiecesAtOnce;
+    most = max(most, pieces);
     const uint32_t mask = __ballot_sync(~0u, is_heavy);
     if (lane == 0) counts[warp] = __popc(mask);
     __syncthreads();
@@ -151,7 +160,12 @@ __device__ __forceinline__ int find_heavy(const Arguments& a, int* heavy, int* c
     if (is_heavy) heavy[place] = i;
     __syncthreads();
   }
-  return found;
+  if (found == 0) return {};
+  most = __reduce_max_sync(~0u, most);
+  if (lane == 0) counts[warp] = most;
+  __syncthreads();
+  for (int w = 0; w < kCombineWarps; ++w) most = max(most, counts[w]);
+  return {found, most};
 }
 
 // A row of a cut pair, counted over all of them.
@@ -185,12 +199,11 @@ class Merge {
         place_(place_of(a, static_cast<int>(blockIdx.x) * kCombineWarps + warp_)),
         pair_(cut_pair(a, place_.index)),
         next_(cut_pair(a, after(place_).index)),
-        heavy_pairs_(find_heavy(a, memory.heavy, memory.counts)) {}
+        heavy_(find_heavy(a, memory.heavy, memory.counts)) {}
 
   __device__ __forceinline__ void run() {
-    const int heavy_rows = heavy_pairs_ * a_.problem.rows();
-    int shares = kMostShares;  // as many as find a CTA each
-    while (shares > 1 && heavy_rows * shares > static_cast<int>(gridDim.x)) shares /= 2;
+    const int heavy_rows = heavy_.pairs * a_.problem.rows();
+    const int shares = count_shares(heavy_rows);
 #pragma unroll 1
     for (int i = blockIdx.x; i < heavy_rows * shares; i += gridDim.x) {
       merge_heavy(place_of(a_, i / shares), i % shares, shares);
@@ -205,6 +218,17 @@ class Merge {
   }
 
  private:
+  // So many that all pieces are read at once, if each finds a CTA: the first CTAs have no other
+  // work, for the pairs that their index stands for are spans within the heavy ones.
+  __device__ __forceinline__ int count_shares(int heavy_rows) const {
+    int shares = 1;
+    while (shares < kMostShares && shares * kCombineWarps * kPiecesAtOnce < heavy_.pieces &&
+           2 * shares * heavy_rows <= static_cast<int>(gridDim.x)) {
+      shares *= 2;
+    }
+    return shares;
+  }
+
   // A warp's rows, of all pairs' in order, lie a stride apart.
   __device__ __forceinline__ RowOfPair after(RowOfPair place) const {
     const int rows = a_.problem.rows();
@@ -248,7 +272,7 @@ class Merge {
   }
 
   __device__ __forceinline__ void merge_light() const {
-    if (pair_.pieces < 2 || (heavy_pairs_ > 0 && pair_.pieces > kPiecesAtOnce)) return;
+    if (pair_.pieces < 2 || (heavy_.pairs > 0 && pair_.pieces > kPiecesAtOnce)) return;
     const float scale = value_scale(a_, head_of(pair_));  // on its way beside the pieces
     const int column = lane_ * Merged<D>::kValues;
     Merged<D> whole;
@@ -264,7 +288,7 @@ class Merge {
   RowOfPair place_;
   CutPair pair_;
   CutPair next_;
-  int heavy_pairs_;
+  Heavy heavy_;
 };
 
 template <int D>
