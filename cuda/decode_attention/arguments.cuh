@@ -31,6 +31,7 @@ struct Arguments {
   int team_warps;
   int slots;
   int long_slots;
+  int late_slots;
   int page_bits;  // page_size = 2^page_bits
   const void* q;
   const int* page_table;

@@ -10,8 +10,10 @@ constexpr int kCombineWarps = 8;
 constexpr int kCombineThreads = kCombineWarps * kWarpSize;
 constexpr int kCombineRegisters = 104;  // what a CTA of the attention leaves free of an SM's
 constexpr int kPiecesAtOnce = 6;
-// A row of more pieces than a warp reads at once takes all warps of a CTA. A cut pair has one
-// CTA's span for each piece but the first, so there are at most a sixth as many of them.
+// A row of more pieces than a warp reads at once takes all warps of a CTA, or of several CTAs that
+// share out its columns. A cut pair has one CTA's span for each piece but the first, so there are
+// at most a sixth as many of them.
+constexpr int kMostShares = 4;
 constexpr int kMostSearched = 4096;
 constexpr int kMostHeavy = kMostSearched / kPiecesAtOnce + 1;
 
@@ -42,7 +44,7 @@ __device__ __forceinline__ CutPair cut_pair(const Arguments& a, int index) {
   return {a.span_pair[index + 1], last < 0 ? 0 : last - index + 1, 2 * index + 1, 2};
 }
 
-// A lane's share of a row's merged values.
+// A lane's share of a row's merged values: kValues from some column on.
 template <int D>
 struct Merged {
   static constexpr int kValues = D / kWarpSize;
@@ -70,10 +72,17 @@ struct Merged {
     }
   }
 
+  // Takes in what the lane `distance` away has.
+  __device__ __forceinline__ void add_lane(int distance) {
+    float other[kValues];
+    for (int i = 0; i < kValues; ++i) other[i] = __shfl_xor_sync(~0u, values[i], distance);
+    const float other_base = __shfl_xor_sync(~0u, base, distance);
+    add(other_base, __shfl_xor_sync(~0u, total, distance), other);
+  }
+
   // Pieces `first`, `first` + stride, ... of a row; several are under way at once.
   __device__ __forceinline__ void add_pieces(const Arguments& a, const CutPair& pair, int row,
-                                             int first, int stride) {
-    const int lane = threadIdx.x % kWarpSize;
+                                             int first, int stride, int column) {
     const int rows = a.problem.rows();
 #pragma unroll 1
     for (int begin = first; begin < pair.pieces; begin += kPiecesAtOnce * stride) {
@@ -85,7 +94,7 @@ struct Merged {
       for (int i = 0; i < kPiecesAtOnce; ++i) {
         if (begin + i * stride < pair.pieces) {
           states[i] = a.partial_state[at];
-          load(sums[i], a.partial_out + at * D + lane * kValues);
+          load(sums[i], a.partial_out + at * D + column);
         }
         at += hop;
         if (i == 0) hop = int64_t{stride} * pair.step * rows;
@@ -97,10 +106,9 @@ struct Merged {
     }
   }
 
-  __device__ __forceinline__ void write(const Arguments& a, int pair, int row,
+  __device__ __forceinline__ void write(const Arguments& a, int pair, int row, int column,
                                         float value_scale) const {
     const Problem& p = a.problem;
-    const int lane = threadIdx.x % kWarpSize;
     const int sequence = a.by_heads.divide(pair);
     const int head = pair - sequence * p.kv_heads;
     const Closing closing =
@@ -111,27 +119,36 @@ struct Merged {
     for (int i = 0; i < kValues / 2; ++i) {
       packed[i] = pack_bf16(values[2 * i] * weight, values[2 * i + 1] * weight);
     }
-    __nv_bfloat16* const to = a.out + at * D + lane * kValues;
+    __nv_bfloat16* const to = a.out + at * D + column;
     if constexpr (kValues == 4) {
       *reinterpret_cast<uint2*>(to) = {packed[0], packed[1]};
     } else {
       *reinterpret_cast<uint32_t*>(to) = packed[0];
     }
-    if (lane == 0 && a.lse != nullptr) a.lse[at] = closing.lse;
+    if (column == 0 && a.lse != nullptr) a.lse[at] = closing.lse;
   }
 };
 
-// The heavy cut pairs in order, found by all warps; their number.
-__device__ __forceinline__ int find_heavy(const Arguments& a, int* heavy, int* counts) {
+// Heavy cut pairs, and the most pieces of one.
+struct Heavy {
+  int pairs = 0;
+  int pieces = 0;
+};
+
+// Lists them in order, by all warps.
+__device__ __forceinline__ Heavy find_heavy(const Arguments& a, int* heavy, int* counts) {
   const int size = candidates(a);
-  if (a.cut.splits > 0 || size > kMostSearched) return 0;
+  if (a.cut.splits > 0 || size > kMostSearched) return {};
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   int found = 0;
+  int most = 0;
 #pragma unroll 1
   for (int begin = 0; begin < size; begin += kCombineThreads) {
     const int i = begin + threadIdx.x;
-    const bool is_heavy = i < size && a.merge_last[i] - i >= kPiecesAtOnce;
+    const int pieces = i < size ? a.merge_last[i] - i + 1 : 0;
+    const bool is_heavy = pieces > kPiecesAtOnce;
+    most = max(most, pieces);
     const uint32_t mask = __ballot_sync(~0u, is_heavy);
     if (lane == 0) counts[warp] = __popc(mask);
     __syncthreads();
@@ -143,7 +160,12 @@ __device__ __forceinline__ int find_heavy(const Arguments& a, int* heavy, int* c
     if (is_heavy) heavy[place] = i;
     __syncthreads();
   }
-  return found;
+  if (found == 0) return {};
+  most = __reduce_max_sync(~0u, most);
+  if (lane == 0) counts[warp] = most;
+  __syncthreads();
+  for (int w = 0; w < kCombineWarps; ++w) most = max(most, counts[w]);
+  return {found, most};
 }
 
 // A row of a cut pair, counted over all of them.
@@ -177,12 +199,14 @@ class Merge {
         place_(place_of(a, static_cast<int>(blockIdx.x) * kCombineWarps + warp_)),
         pair_(cut_pair(a, place_.index)),
         next_(cut_pair(a, after(place_).index)),
-        heavy_pairs_(find_heavy(a, memory.heavy, memory.counts)) {}
+        heavy_(find_heavy(a, memory.heavy, memory.counts)) {}
 
   __device__ __forceinline__ void run() {
+    const int heavy_rows = heavy_.pairs * a_.problem.rows();
+    const int shares = count_shares(heavy_rows);
 #pragma unroll 1
-    for (int i = blockIdx.x; i < heavy_pairs_ * a_.problem.rows(); i += gridDim.x) {
-      merge_heavy(place_of(a_, i));
+    for (int i = blockIdx.x; i < heavy_rows * shares; i += gridDim.x) {
+      merge_heavy(place_of(a_, i / shares), i % shares, shares);
     }
 #pragma unroll 1
     while (place_.index < candidates(a_)) {
@@ -194,6 +218,17 @@ class Merge {
   }
 
  private:
+  // So many that all pieces are read at once, if each finds a CTA: the first CTAs have no other
+  // work, for the pairs that their index stands for are spans within the heavy ones.
+  __device__ __forceinline__ int count_shares(int heavy_rows) const {
+    int shares = 1;
+    while (shares < kMostShares && shares * kCombineWarps * kPiecesAtOnce < heavy_.pieces &&
+           2 * shares * heavy_rows <= static_cast<int>(gridDim.x)) {
+      shares *= 2;
+    }
+    return shares;
+  }
+
   // A warp's rows, of all pairs' in order, lie a stride apart.
   __device__ __forceinline__ RowOfPair after(RowOfPair place) const {
     const int rows = a_.problem.rows();
@@ -206,35 +241,43 @@ class Merge {
     return pair.pair - a_.by_heads.divide(pair.pair) * a_.problem.kv_heads;
   }
 
-  // By all warps.
-  __device__ __forceinline__ void merge_heavy(RowOfPair place) {
+  // Columns of one of `shares` by all warps: of each warp 32 / shares lanes take a piece, so that
+  // it reads as many at once.
+  __device__ __forceinline__ void merge_heavy(RowOfPair place, int share, int shares) {
+    constexpr int kValues = Merged<D>::kValues;
     const CutPair pair = cut_pair(a_, memory_.heavy[place.index]);
     const float scale = value_scale(a_, head_of(pair));
+    const int lanes = kWarpSize / shares;
+    const int own = lane_ % lanes * kValues;
+    const int column = share * lanes * kValues + own;
     Merged<D> part;
-    part.add_pieces(a_, pair, place.row, warp_, kCombineWarps);
+    part.add_pieces(a_, pair, place.row, warp_ * shares + lane_ / lanes, kCombineWarps * shares,
+                    column);
+    for (int distance = lanes; distance < kWarpSize; distance *= 2) part.add_lane(distance);
     if (lane_ == 0) memory_.states[warp_] = {part.base, part.total};
-    for (int j = 0; j < Merged<D>::kValues; ++j) {
-      memory_.sums[warp_][lane_ * Merged<D>::kValues + j] = part.values[j];
+    if (lane_ < lanes) {
+      for (int j = 0; j < kValues; ++j) memory_.sums[warp_][own + j] = part.values[j];
     }
     __syncthreads();
-    if (warp_ == 0) {
+    if (warp_ == 0 && lane_ < lanes) {
 #pragma unroll 1
       for (int w = 1; w < kCombineWarps; ++w) {
-        float other[Merged<D>::kValues];
-        Merged<D>::load(other, memory_.sums[w] + lane_ * Merged<D>::kValues);
+        float other[kValues];
+        Merged<D>::load(other, memory_.sums[w] + own);
         part.add(memory_.states[w].x, memory_.states[w].y, other);
       }
-      part.write(a_, pair.pair, place.row, scale);
+      part.write(a_, pair.pair, place.row, column, scale);
     }
     __syncthreads();
   }
 
   __device__ __forceinline__ void merge_light() const {
-    if (pair_.pieces < 2 || (heavy_pairs_ > 0 && pair_.pieces > kPiecesAtOnce)) return;
+    if (pair_.pieces < 2 || (heavy_.pairs > 0 && pair_.pieces > kPiecesAtOnce)) return;
     const float scale = value_scale(a_, head_of(pair_));  // on its way beside the pieces
+    const int column = lane_ * Merged<D>::kValues;
     Merged<D> whole;
-    whole.add_pieces(a_, pair_, place_.row, 0, 1);
-    whole.write(a_, pair_.pair, place_.row, scale);
+    whole.add_pieces(a_, pair_, place_.row, 0, 1, column);
+    whole.write(a_, pair_.pair, place_.row, column, scale);
   }
 
   const Arguments& a_;
@@ -245,7 +288,7 @@ class Merge {
   RowOfPair place_;
   CutPair pair_;
   CutPair next_;
-  int heavy_pairs_;
+  Heavy heavy_;
 };
 
 template <int D>

@@ -45,6 +45,7 @@ Arguments gather(const Problem& p, const Cut& cut, const Config& config, const B
           .team_warps = config.team_warps,
           .slots = config.slots,
           .long_slots = config.long_slots,
+          .late_slots = config.late_slots,
           .page_bits = std::countr_zero(static_cast<unsigned>(p.page_size)),
           .q = b.q,
           .page_table = b.page_table,

@@ -362,8 +362,9 @@ int main(int argc, char** argv) {
               {"ring 128/128", {}, {}, 128, 128},
               {"task 16", {.task = 16}},
               {"task 32", {.task = 32}},
-              {"floor 24", {.floor = 24}},
-              {"floor 48", {.floor = 48}},
+              {"floor 32", {.floor = 32}},
+              {"floor 16", {.floor = 16}},
+              {"floor 20", {.floor = 20}},
               {"cut all", {.whole = 0}},
               {"split 1", {}, {0, 1, 1}}},
              option != "tp8");

@@ -13,7 +13,7 @@ _TASK_COST_FP8 = 24
 EMPTY_COST = 1
 """A pair without a key still has zeros to write, and must not be free to pile up on one CTA."""
 
-MIN_CTA_COST = 32
+MIN_CTA_COST = 24
 """Floor on work per CTA: splitting finer costs more in the merge than it gains.
 
 Never below TILE_COST: two cuts inside one pair must fall on different tiles.
