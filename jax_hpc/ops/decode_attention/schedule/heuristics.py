@@ -16,6 +16,8 @@ EMPTY_COST = 1
 MIN_CTA_COST = 24
 """Floor on work per CTA: splitting finer costs more in the merge than it gains.
 
+Measured on an H200: with 32 instead, one sequence of 16384 tokens beside 15 of 64 takes 0.1 to 0.4
+microseconds more, and other batches the same; with 48 the small ones take 0.5 to 1 more.
 Never below TILE_COST: two cuts inside one pair must fall on different tiles.
 """
 
