@@ -21,6 +21,7 @@
 #include "fused_moe/gemm.h"
 #include "fused_moe/heuristics.h"
 #include "fused_moe/launch.h"
+#include "tests/moe_judge.cuh"
 #include "tests/moe_problem.cuh"
 #include "tests/moe_timing.cuh"
 #include "tests/support.cuh"
@@ -89,45 +90,6 @@ std::string overrun(Device& device) {
   return name;
 }
 
-struct Bounds {
-  double cosine;
-  double of_largest;
-};
-
-// How values miss what they should be; empty if they do not.
-std::string compare(const char* what, const std::vector<double>& got,
-                    const std::vector<double>& want, const Bounds& bounds, int width) {
-  double largest = 0;
-  double dot = 0;
-  double norms[2] = {0, 0};
-  double worst = 0;
-  size_t place = 0;
-  for (size_t i = 0; i < want.size(); ++i) {
-    if (std::isnan(want[i]) && std::isnan(got[i])) continue;
-    const double error = std::abs(got[i] - want[i]);
-    if (!(error <= worst)) {
-      worst = std::isnan(error) ? INFINITY : error;
-      place = i;
-    }
-    largest = std::max(largest, std::abs(want[i]));
-    dot += got[i] * want[i];
-    norms[0] += got[i] * got[i];
-    norms[1] += want[i] * want[i];
-  }
-  const double cosine = norms[0] * norms[1] > 0 ? dot / std::sqrt(norms[0] * norms[1]) : 1;
-  if (worst <= bounds.of_largest * largest && cosine >= bounds.cosine) return "";
-  std::ostringstream text;
-  text << what << " at " << place / width << ", " << place % width << ": got " << got[place]
-       << ", expected " << want[place] << "; largest " << largest << ", cosine " << cosine;
-  return text.str();
-}
-
-std::vector<double> widened(const std::vector<__nv_bfloat16>& values, size_t size) {
-  std::vector<double> wide(size);
-  for (size_t i = 0; i < size; ++i) wide[i] = from_bf16(values[i]);
-  return wide;
-}
-
 std::string index_fault(const Setup& setup, const Config& config, const Truth& truth,
                         const Device& device) {
   const std::vector<int> rows = device.pair_row.host();
@@ -171,78 +133,27 @@ std::string x_fault(const Setup& setup, const Truth& truth, const Device& device
   return "";
 }
 
-std::vector<double> act_of(const Setup& setup, const Inputs& in, const Truth& truth,
-                           const Device& device) {
-  const Problem& p = setup.p;
-  std::vector<double> act(truth.act.size());
-  const Bytes values = device.act.host();
-  const Floats scales = device.act_scale.host();
-  for (size_t i = 0; i < act.size(); ++i) {
-    const size_t row = i / p.inter;
-    const int group = static_cast<int>(i % p.inter) / kBlock;
-    const float scale = p.format == Format::kBlock
-                            ? scales[row * blocks_of(p.inter, kBlock) + group]
-                            : in.act_scale[truth.row_expert[row]];
-    act[i] = double{from_fp8(values[i])} * scale;
-  }
-  return act;
-}
-
-// How many values of act were looked at, and how many were rounded to the other side than those of
-// the truth: tensor cores add up with fewer bits than float32 has.
-struct Rounded {
-  size_t all = 0;
-  size_t otherwise = 0;
-};
-
-std::string act_fault(const std::vector<double>& act, const Truth& truth, Rounded* rounded) {
-  constexpr double kStep = 0.14;  // of e4m3 beside the value, and a little
-  constexpr double kMostOtherwise = 0.02;
-  double largest = 1;
-  for (const double want : truth.act) {
-    if (!std::isnan(want)) largest = std::max(largest, std::abs(want));
-  }
-  size_t otherwise = 0;
-  for (size_t i = 0; i < act.size(); ++i) {
-    const double want = truth.act[i];
-    if (std::isnan(act[i]) && std::isnan(want)) continue;
-    const double error = std::abs(act[i] - want);
-    if (!(error <= kStep * std::abs(want) + 1e-4 * largest)) {
-      std::ostringstream text;
-      text << "act of place " << i << ": got " << act[i] << ", expected " << want;
-      return text.str();
-    }
-    if (error > 0.03 * std::abs(want)) ++otherwise;
-  }
-  rounded->all += act.size();
-  rounded->otherwise += otherwise;
-  const double most = 3 + kMostOtherwise * static_cast<double>(act.size());
-  return static_cast<double>(otherwise) <= most ? "" : std::to_string(otherwise) + " values of act";
-}
-
 std::string stage_fault(const Setup& setup, const Config& config, const Inputs& in,
                         const Device& device, Rounded* rounded) {
-  const Problem& p = setup.p;
+  constexpr double kLeastCosine = 0.9995;  // of the whole, roundings to the other side and all
+  const int hidden = setup.p.hidden;
   const Truth truth = truth_of(setup, in);
   std::string fault = index_fault(setup, config, truth, device);
   if (fault.empty()) fault = x_fault(setup, truth, device);
-  const std::vector<double> act = act_of(setup, in, truth, device);
-  if (fault.empty()) fault = act_fault(act, truth, rounded);
-  // What follows is judged by what was read, since a rounding to the other side shows in all of it.
-  constexpr Bounds kOneRounding = {0.99999, 0.005};
-  // Of few terms each shows; the bounds that stages keep one by one are the closer ones.
-  const bool has_many_terms = p.top_k * p.inter >= 1500;
-  const Bounds altogether = {0.9995, has_many_terms ? 0.03 : 0.2};
-  const std::vector<double> outputs = widened(device.outputs.host(), truth.outputs.size());
-  const std::vector<double> out = widened(device.out.host(), truth.out.size());
-  if (fault.empty()) {
-    fault = compare("outputs", outputs, outputs_of(setup, in, truth, act), kOneRounding, p.hidden);
-  }
-  if (fault.empty()) {
-    const std::vector<double> sums = weighted_sums(setup, in, truth, outputs);
-    fault = compare("weighted sum", out, sums, kOneRounding, p.hidden);
-  }
-  return fault.empty() ? compare("out", out, truth.out, altogether, p.hidden) : fault;
+  if (!fault.empty()) return fault;
+  const Bytes values = device.act.host();
+  const Floats scales = device.act_scale.host();
+  const Act quantized{values, scales};
+  const Doubles act = act_of(setup, in, truth, quantized);
+  fault = act_fault(setup, in, truth, quantized, act, rounded);
+  const Sums outputs = outputs_of(setup, in, truth, act);
+  const Doubles got = widened(device.outputs.host(), outputs.value.size());
+  if (fault.empty()) fault = compare("outputs", got, outputs, hidden);
+  const Doubles out = widened(device.out.host(), truth.out.size());
+  const Sums sums = weighted_sums(setup, in, truth, outputs);
+  if (fault.empty()) fault = compare("out", out, sums, hidden);
+  if (!fault.empty() || cosine(out, truth.out) >= kLeastCosine) return fault;
+  return "cosine " + std::to_string(cosine(out, truth.out));
 }
 
 // What is wrong with a layer; empty if nothing is.
