@@ -101,9 +101,9 @@ gpu-test: ## run the GPU tests on WHEEL=dist/x.whl with this machine's own pytho
 	@test -n "$(WHEEL)" || { echo "usage: make gpu-test WHEEL=dist/jax_hpc-....whl" >&2; exit 2; }
 	@scripts/gpu_test.sh "$(WHEEL)" $(ARGS)
 
-gpu-bench: ## measure OP=router of WHEEL=dist/x.whl on all GPUs; ROWS=, IMPLS=, BUDGET= (seconds), PROCESSES=, ARGS=, OUT_DIR=
+gpu-bench: ## measure OP=router of WHEEL=dist/x.whl on all GPUs; ROWS=, IMPLS=, BUDGET= (seconds), PROCESSES=, ARGS=, OUT_DIR=, PEERS=
 	@test -n "$(WHEEL)" -a -n "$(OP)" || { echo "usage: make gpu-bench WHEEL=dist/jax_hpc-....whl OP=router [ROWS='hy3/*,*/64']" >&2; exit 2; }
-	@OUT_DIR="$(OUT_DIR)" scripts/gpu_bench.sh "$(WHEEL)" "$(OP)" $(if $(ROWS),--rows '$(ROWS)') \
+	@OUT_DIR="$(OUT_DIR)" PEERS="$(PEERS)" scripts/gpu_bench.sh "$(WHEEL)" "$(OP)" $(if $(ROWS),--rows '$(ROWS)') \
 	  $(if $(IMPLS),--impls '$(IMPLS)') $(if $(BUDGET),--budget $(BUDGET)) $(if $(PROCESSES),--processes $(PROCESSES)) $(ARGS)
 
 bench-report: $(VENV)/installed ## compare benchmarks/results with the recorded peers

@@ -1,11 +1,13 @@
 """Ops ``prefill-bf16`` and ``prefill-fp8``: prefill_attention on the recorded batches of chunks.
 
 Queries of an fp8 cache are fp8 with a scale per token and head, scales of K and V are per tensor.
-``xla`` is XLA's form. The floor is arithmetic's: two products of every query with every key that
-it sees.
+``xla`` is XLA's form; ``fa3`` is FlashAttention 3 on a cache of its own layout, bf16 only (package
+flash-attn3-jax, whose wheel and einops' go beside ours: ``make gpu-bench PEERS=``). The floor is
+arithmetic's: two products of every query with every key that it sees.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +51,10 @@ def fields(op: str, case: Case, impl: str) -> Row:
 
 def workload(op: str, case: Case, impl: Any) -> Workload:
     shape = CASES[case["case"]]
+    if impl == "fa3":
+        return Workload(
+            _fa3_maker(op, shape), functools.partial(_fa3, shape), num_bytes(op, shape)
+        )
 
     def call(operands: Any, state: Any) -> tuple[Any, Any]:
         arrays, scales = operands
@@ -82,16 +88,35 @@ def _maker(op: str, case: cases.Case) -> Callable[..., Any]:
     return make
 
 
+def _fa3_maker(op: str, case: cases.Case) -> Callable[..., Any]:
+    ours = _maker(op, case)
+
+    def make(key: jax.Array) -> tuple[Any, tuple[()]]:
+        ((q, *pages, table, _, _, kv_lens), _), state = ours(key)
+        chunks = q.reshape(case.batch, case.q_len, *q.shape[1:])
+        return (chunks, *(p.swapaxes(1, 2) for p in pages), table, kv_lens), state
+
+    return make
+
+
+def _fa3(case: cases.Case, operands: Any, state: Any) -> tuple[Any, Any]:
+    q, k_pages, v_pages, table, kv_lens = operands
+    attention = importlib.import_module("flash_attn3_jax").flash_mha_with_kvcache
+    out = attention(q, k_pages, v_pages, cache_seqlens=kv_lens, page_table=table, is_causal=True)
+    return out.reshape(case.tokens, *out.shape[2:]), state
+
+
 def _benchmark(op: str) -> Benchmark:
     return Benchmark(
         op=op,
-        operators=lambda _: ("prefill_attention",),
+        operators=lambda impl: () if impl == "fa3" else ("prefill_attention",),
         cases=[{"case": name} for name in CASES],
-        impls=("cuda", "xla"),
+        impls=("cuda", "xla", "fa3"),
         default=("cuda",),
         fields=functools.partial(fields, op),
         workload=functools.partial(workload, op),
-        rivals={"cuda": ("xla",)},
+        rivals={"cuda": ("xla", "fa3")},
+        remeasured={"fa3": "jax:fa3-jax paged"},
         recorded=frozenset({"cuda"}),
         # On keys and values of one piece.
         no_rivals=frozenset({"jax:fa3-jax dense", "jax:cudnn dense"}),

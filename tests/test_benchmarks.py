@@ -2,7 +2,9 @@
 
 import json
 import re
+import sys
 import threading
+import types
 
 import jax
 import numpy as np
@@ -70,6 +72,23 @@ def test_prefill_workloads_trace(op, monkeypatch):
     assert (out.shape, out.dtype.name) == (q.shape, "bfloat16") and left == ()
     assert q.shape == (8192, 64, 128) and k_pages.shape == (2176, 8, 64, 128)
     assert len(scales) == (3 if op == "prefill-fp8" else 0)
+
+
+def test_prefill_peer_sees_the_same_batch_in_its_own_layout(monkeypatch):
+    seen = []
+
+    def attention(q, k_cache, v_cache, *, cache_seqlens, page_table, is_causal):
+        seen.extend((q.shape, k_cache.shape, v_cache.shape, cache_seqlens.shape, page_table.shape))
+        assert is_causal
+        return q
+
+    peer = types.SimpleNamespace(flash_mha_with_kvcache=attention)
+    monkeypatch.setitem(sys.modules, "flash_attn3_jax", peer)
+    workload = rows.load("prefill-bf16").workload({"case": "16x512 on 8K"}, "fa3")
+    out, left = jax.eval_shape(workload.call, *jax.eval_shape(workload.make, jax.random.key(0)))
+    assert out.shape == (8192, 64, 128) and left == ()
+    pages = (2176, 64, 8, 128)
+    assert seen == [(16, 512, 64, 128), pages, pages, (16,), (16, 136)]
 
 
 def test_prologue_floors_are_those_of_the_baselines():

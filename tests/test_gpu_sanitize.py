@@ -4,6 +4,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "gpu_sanitize.sh"
 
@@ -12,7 +14,7 @@ TOOL = """#!/bin/sh
 case "$2" in memcheck) checks=;; racecheck) checks=races;; *) checks=small;; esac
 test "$3 $4 $6 $7" = "--error-exitcode 3 check $checks" || exit 8
 case "$2" in
-  memcheck) exit 0 ;;
+  memcheck) test -z "$WARNINGS" || { echo "RACECHECK SUMMARY: 9 hazards ($WARNINGS)"; exit 3; } ;;
   racecheck) sleep 60 ;;
   synccheck) echo "hazard"; exit 3 ;;
   *) exit 9 ;;
@@ -59,6 +61,23 @@ def test_status_when_all_pass_and_when_nothing_runs(tmp_path: Path) -> None:
     assert sanitize(tmp_path, str(program), TOOLS="memcheck").returncode == 0
     nothing = sanitize(tmp_path, str(tmp_path / "missing"))
     assert nothing.returncode == 2 and "make kernel-tests" in nothing.stderr
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict", "status"),
+    [
+        ("0 errors, 2 warnings", "passed with 2 warnings", 0),
+        ("1 errors, 2 warnings", "FOUND ERRORS", 1),
+        ("10 errors, 0 warnings", "FOUND ERRORS", 1),
+    ],
+)
+def test_warnings_are_counted_and_are_no_errors(
+    tmp_path: Path, found: str, verdict: str, status: int
+) -> None:
+    program = tmp_path / "one"
+    program.write_text("")
+    done = sanitize(tmp_path, str(program), TOOLS="memcheck", WARNINGS=found)
+    assert done.returncode == status and f" {verdict}, " in done.stdout.split("== verdicts\n")[1]
 
 
 def test_make_passes_on_what_it_is_given_and_nothing_else(tmp_path: Path) -> None:

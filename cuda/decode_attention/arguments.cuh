@@ -29,9 +29,8 @@ struct Arguments {
   int column_tiles;
   int row_groups;
   int team_warps;
-  int warps;
   int slots;
-  int later_slots;
+  int long_slots;
   int page_bits;  // page_size = 2^page_bits
   const void* q;
   const int* page_table;

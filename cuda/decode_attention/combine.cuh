@@ -8,7 +8,7 @@ namespace jax_hpc::decode_attention {
 
 constexpr int kCombineWarps = 8;
 constexpr int kCombineThreads = kCombineWarps * kWarpSize;
-constexpr int kCombineRegisters = 104;  // what two CTAs of the attention leave free of an SM's
+constexpr int kCombineRegisters = 104;  // what a CTA of the attention leaves free of an SM's
 constexpr int kPiecesAtOnce = 6;
 // A row of more pieces than a warp reads at once takes all warps of a CTA. A cut pair has one
 // CTA's span for each piece but the first, so there are at most a sixth as many of them.

@@ -66,10 +66,10 @@ struct Cut {
 
 constexpr int kMostRows = 128;
 constexpr int kMostSlots = 24;
-constexpr int kMostWarps = 8;
-constexpr int kEarlyTiles = 32;
-constexpr int kNarrowWarps = 4;  // with one column tile
-constexpr int kMergeKib = 8;     // shared memory of a CTA of the merge, of which 1 is the system's
+constexpr int kWarps = 8;  // consumers of a CTA, which has an SM of its own
+constexpr int kThreads = (kWarps + 1) * 32;
+constexpr int kShortTask = 8;  // tiles
+constexpr int kMergeKib = 8;   // shared memory of a CTA of the merge, of which 1 is the system's
 
 // Query rows are the columns of the tensor cores' products. A consumer warp holds `column_tiles`
 // times eight of them, and the warps of a CTA share out `row_groups` such blocks; warps of one
@@ -78,11 +78,9 @@ constexpr int kMergeKib = 8;     // shared memory of a CTA of the merge, of whic
 struct Config {
   int column_tiles;
   int row_groups;
-  int team_warps;  // a multiple of row_groups
-  int warps;       // consumers: one team or two
-  int ctas_per_sm;
-  int slots;        // of the ring: half tiles (64 tokens of K or of V)
-  int later_slots;  // of them in use once kEarlyTiles have been asked for
+  int team_warps;  // a multiple of row_groups; all or half of kWarps
+  int slots;       // of the ring: half tiles (64 tokens of K or of V)
+  int long_slots;  // of them in use by tasks of more than kShortTask tiles
   int shared_bytes;
 
   __host__ __device__ int row_tile() const { return 8 * column_tiles * row_groups; }
@@ -99,7 +97,7 @@ struct Layout {
   static constexpr int kTasks = kLive + kMostSlots * 4;
   static constexpr int kScales = kTasks + 4 * 32;
   static constexpr int kState = 1024;
-  static constexpr int kStateBytes = kMostWarps * 2 * 8 * 8;
+  static constexpr int kStateBytes = kWarps * 2 * 8 * 8;
   static constexpr int kQueryScale = kState + 2 * kStateBytes;
   static constexpr int kRing = kQueryScale + 2 * kMostRows * 4;
   static_assert(kScales + 4 * 8 <= kState && kRing % 1024 == 0);
@@ -115,12 +113,12 @@ struct Layout {
     return column_tiles == 1 ? 2 : 1;
   }
 
-  __host__ __device__ static Layout of(int head_dim, int cache_bytes, int query_bytes, int warps,
+  __host__ __device__ static Layout of(int head_dim, int cache_bytes, int query_bytes,
                                        int column_tiles, int row_tile, int slots,
                                        bool token_scales) {
     Layout l{};
     l.merge = kRing + slots * kTileTokens * head_dim * cache_bytes;
-    l.query = l.merge + merge_places(column_tiles) * warps * 8 * (head_dim + 4) * 4;
+    l.query = l.merge + merge_places(column_tiles) * kWarps * 8 * (head_dim + 4) * 4;
     l.query_stride = head_dim * query_bytes + 16;
     l.token_scale = l.query + 2 * row_tile * l.query_stride;
     l.end = l.token_scale + (token_scales ? slots * kTileTokens * 4 : 0);
@@ -129,36 +127,32 @@ struct Layout {
 };
 
 inline Config choose(const Problem& p) {
-  // Bytes of a CTA where two share an SM, and where it has one. An SM's 228 KiB, of which each CTA
-  // costs one more, leave a CTA of the merge room beside them: so it starts while they still run.
-  constexpr int kSharedOfTwo = (228 - kMergeKib) / 2 * 1024 - 1024;
-  constexpr int kSharedOfOne = (228 - kMergeKib) * 1024 - 1024;
-  // A short span is over sooner with more under way than the memory needs. In a long one SMs would
-  // get unequal shares of the memory by it, and end far apart.
-  constexpr int kRingOfTwo = 48 * 1024;
-  constexpr int kRingOfOne = 96 * 1024;
-  constexpr int kLaterRingOfTwo = 32 * 1024;
-  constexpr int kLaterRingOfOne = 48 * 1024;
+  // Bytes of a CTA. An SM's 228 KiB, of which each CTA costs one more, leave a CTA of the merge
+  // room beside it: so it starts while this one still runs.
+  constexpr int kShared = (228 - kMergeKib) * 1024 - 1024;
+  // A short task is over sooner with all of it under way at once. In a long one more than the
+  // memory needs would only make a CTA's first tile wait for other CTAs' later ones.
+  constexpr int kRing = 128 * 1024;
+  constexpr int kLongRing = 64 * 1024;
   Config c{};
   const int rows = p.rows();
   c.column_tiles = rows <= 8 ? 1 : 2;
   c.row_groups = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 64 ? 4 : 8;
-  c.warps = rows <= 64 ? 4 : 8;
-  c.team_warps = c.warps;
-  // Four warps are enough for all that an SM reads of bf16.
-  c.ctas_per_sm = rows > 64 || (rows <= 8 && !p.fp8_cache) ? 1 : 2;
-  const int budget = c.ctas_per_sm == 2 ? kSharedOfTwo : kSharedOfOne;
+  c.team_warps = rows <= 64 ? kWarps / 2 : kWarps;
   const int slot_bytes = kTileTokens * p.head_dim * (p.fp8_cache ? 1 : 2);
-  const int ring = c.ctas_per_sm == 2 ? kRingOfTwo : rows <= 8 ? kRingOfOne : budget;
-  for (c.slots = std::min(kMostSlots, ring / slot_bytes); c.slots > 2; --c.slots) {
+  // Tiles alternate between teams, and both the slot that a tile takes and the one whose release
+  // it waits for are its own team's: of the other team, which may be some tiles behind, it would
+  // take a phase for another, and what it has released says nothing about older slots.
+  const int step = c.team_warps < kWarps ? 4 : 1;
+  const int most = std::min(kMostSlots, kRing / slot_bytes) / step * step;
+  for (c.slots = most; c.slots > step; c.slots -= step) {
     c.shared_bytes =
-        Layout::of(p.head_dim, p.fp8_cache ? 1 : 2, p.fp8_query ? 1 : 2, c.warps, c.column_tiles,
+        Layout::of(p.head_dim, p.fp8_cache ? 1 : 2, p.fp8_query ? 1 : 2, c.column_tiles,
                    c.row_tile(), c.slots, p.k_scale == ScaleKind::kToken)
             .end;
-    if (c.shared_bytes <= budget) break;
+    if (c.shared_bytes <= kShared) break;
   }
-  const int later = c.ctas_per_sm == 2 ? kLaterRingOfTwo : kLaterRingOfOne;
-  c.later_slots = std::min(c.slots, std::max(later / slot_bytes, 3));
+  c.long_slots = std::min(c.slots, kLongRing / slot_bytes / step * step);
   return c;
 }
 

@@ -47,7 +47,7 @@ class Consumer {
           ring_.advance(a_.slots);
           ring_.advance(a_.slots);
         }
-        if (a_.team_warps < a_.warps) own_tile_ = !own_tile_;
+        if (a_.team_warps < kWarps) own_tile_ = !own_tile_;
       }
       Ending<Cache, D, N>(a_, shared_, task, turn_, thread_).run(rows_);
       turn_.advance();

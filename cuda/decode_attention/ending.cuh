@@ -14,7 +14,7 @@ class Ending {
     constexpr int kOfPlace = Layout::kStateBytes / int{sizeof(float2)};
     states_ = shared.state + turn.stage() * kOfPlace;
     const int place = N == 1 ? turn.stage() : 0;
-    sums_ = shared.merge + place * warps() * 8 * kMergeRow;
+    sums_ = shared.merge + place * kWarps * 8 * kMergeRow;
   }
 
   // Tasks take turns with two places for the warps' states, and with one column tile for their
@@ -41,8 +41,7 @@ class Ending {
  private:
   static constexpr int kMergeRow = D + 4;  // floats; the four keep the stores free of conflicts
 
-  // With one column tile the compiler knows them, and unrolls what goes over them.
-  __device__ __forceinline__ int warps() const { return N == 1 ? kNarrowWarps : a_.warps; }
+  // With one column tile the compiler knows it, and unrolls what goes over the warps.
   __device__ __forceinline__ int row_groups() const { return N == 1 ? 1 : a_.row_groups; }
 
   // By recursion: a loop with barriers is not unrolled, and would index registers.
@@ -50,10 +49,10 @@ class Ending {
   __device__ __forceinline__ void run_tile(const Rows<Cache, D, N>& rows) const {
     if constexpr (n < N) {
       if constexpr (N > 1) {
-        consumer_barrier(warps() * kWarpSize);  // the tile before has been read
+        consumer_barrier(kWarps * kWarpSize);  // the tile before has been read
         share_sums<n>(rows);
       }
-      consumer_barrier(warps() * kWarpSize);
+      consumer_barrier(kWarps * kWarpSize);
       write_rows(n);
       run_tile<n + 1>(rows);
     }
@@ -89,7 +88,7 @@ class Ending {
   __device__ __forceinline__ void write_rows(int n) const {
     constexpr int kUnits = D / 4;
     for (int i = thread_.warp * kWarpSize + thread_.lane; i < row_groups() * 8 * kUnits;
-         i += warps() * kWarpSize) {
+         i += kWarps * kWarpSize) {
       const int unit = i % kUnits;
       const int tile_row = i / kUnits % 8;
       const int row_group = N == 1 ? 0 : i / (kUnits * 8);
@@ -97,13 +96,13 @@ class Ending {
       if (row >= a_.problem.rows()) continue;
       float base = kNoBase;
 #pragma unroll
-      for (int w = row_group; w < warps(); w += row_groups()) {
+      for (int w = row_group; w < kWarps; w += row_groups()) {
         base = fmaxf(base, state_of(w, n, tile_row).x);
       }
       float total = 0;
       float4 sum{0, 0, 0, 0};
 #pragma unroll
-      for (int w = row_group; w < warps(); w += row_groups()) {
+      for (int w = row_group; w < kWarps; w += row_groups()) {
         const float2 state = state_of(w, n, tile_row);
         const float shrink = power_of_2(state.x - base);
         const float4 part =

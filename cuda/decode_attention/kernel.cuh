@@ -6,26 +6,20 @@
 
 namespace jax_hpc::decode_attention {
 
-// Of four consumer warps two CTAs share an SM, of eight (with more than eight rows a warp) it has
-// one; an SM's quarter then has three warps at most.
-constexpr int threads_of(int column_tiles) {
-  return (column_tiles == 1 ? 5 : kMostWarps + 1) * kWarpSize;
-}
-
 template <class Cache, int D, int N>
-__global__ void __launch_bounds__(threads_of(N), N == 1 ? 2 : 1)
+__global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const __grid_constant__ Arguments a, const __grid_constant__ CUtensorMap k_map,
                      const __grid_constant__ CUtensorMap v_map) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared(
-      memory, Layout::of(D, Cache::kBytes, a.problem.fp8_query ? 1 : 2, a.warps, N,
-                         8 * N * a.row_groups, a.slots, a.problem.k_scale == ScaleKind::kToken));
+      memory, Layout::of(D, Cache::kBytes, a.problem.fp8_query ? 1 : 2, N, 8 * N * a.row_groups,
+                         a.slots, a.problem.k_scale == ScaleKind::kToken));
   const Thread thread{__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0),
                       keep(static_cast<int>(threadIdx.x) % kWarpSize)};
-  if (thread.warp < a.warps) {
-    init_barriers(shared, thread.warp, a.warps, a.team_warps);
+  if (thread.warp < kWarps) {
+    init_barriers(shared, thread.warp, a.team_warps);
     wait_for_previous_kernel();
-    start_barrier((a.warps + 1) * kWarpSize);
+    start_barrier(kThreads);
     Consumer<Cache, D, N>(a, shared, thread).run();
   } else {
     // The producer's first copy would wait for its descriptor.

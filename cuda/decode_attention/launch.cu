@@ -43,9 +43,8 @@ Arguments gather(const Problem& p, const Cut& cut, const Config& config, const B
           .column_tiles = config.column_tiles,
           .row_groups = config.row_groups,
           .team_warps = config.team_warps,
-          .warps = config.warps,
           .slots = config.slots,
-          .later_slots = config.later_slots,
+          .long_slots = config.long_slots,
           .page_bits = std::countr_zero(static_cast<unsigned>(p.page_size)),
           .q = b.q,
           .page_table = b.page_table,
@@ -71,9 +70,9 @@ cudaError_t count_sms(int* num_sms) {
 }
 
 // CTAs of pieces of `splits`: what fits on the device at once, or fewer.
-int count_ctas(const Problem& p, const Cut& cut, const Config& config, int num_sms) {
+int count_ctas(const Problem& p, const Cut& cut, int num_sms) {
   const int64_t pieces = int64_t{p.batch} * p.kv_heads * std::max(cut.splits, 1);
-  return static_cast<int>(std::min<int64_t>(pieces, num_sms * config.ctas_per_sm));
+  return static_cast<int>(std::min<int64_t>(pieces, num_sms));
 }
 
 // One CTA an SM: there is room for no more while the attention runs, and those that come later
@@ -106,10 +105,10 @@ cudaError_t launch(const Problem& problem, const Config& config, const Cut& cut,
   int num_sms = 0;
   if (status == cudaSuccess) status = count_sms(&num_sms);
   if (status != cudaSuccess) return status;
-  const int ctas = cut.splits > 0 ? count_ctas(problem, cut, config, num_sms) : cut.num_ctas;
+  const int ctas = cut.splits > 0 ? count_ctas(problem, cut, num_sms) : cut.num_ctas;
   const Arguments arguments = gather(problem, cut, config, buffers);
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(ctas)),
-                          .threads = (config.warps + 1) * kWarpSize,
+                          .threads = kThreads,
                           .shared_bytes = config.shared_bytes,
                           .overlaps_previous = order.after_schedule && order.overlaps};
   status = problem.fp8_cache ? launch_attention<Fp8Cache>(arguments, shape, k_map, v_map, stream)

@@ -12,7 +12,7 @@ cudaError_t launch_attention(const Arguments& arguments, const LaunchShape& shap
                              const CUtensorMap& k_map, const CUtensorMap& v_map,
                              cudaStream_t stream);
 
-// All of an SM's shared memory that can be, for two CTAs on it.
+// All of an SM's shared memory that can be, for this CTA and one of the merge.
 template <class... Parameters>
 cudaError_t launch_large(void (*kernel)(Parameters...), const LaunchShape& shape,
                          cudaStream_t stream, const Arguments& arguments, const CUtensorMap& k_map,

@@ -16,7 +16,6 @@ class Producer {
         shared_(shared),
         lane_(lane),
         page_bits_(a.page_bits),
-        places_(a.slots),
         parts_(max(kTileTokens >> page_bits_, 1)),
         part_tokens_(min(a.problem.page_size, kTileTokens)) {}
 
@@ -37,7 +36,7 @@ class Producer {
       if (walk.exists()) send_query(walk.sequence(), walk.head());
       const Task next = plan(walk, page, entry);
       // The consumers have initialised the barriers meanwhile.
-      if (!started) start_barrier((a_.warps + 1) * kWarpSize);
+      if (!started) start_barrier(kThreads);
       started = true;
       const int left = max(task_.tiles - 1, 0);
       const int tiles = left + (next.tiles > 0 ? 1 : 0);
@@ -78,6 +77,7 @@ class Producer {
 
   __device__ __forceinline__ void begin(const Task& task, int page, int entry) {
     task_ = task;
+    places_ = task.tiles > kShortTask ? a_.long_slots : a_.slots;
     token_ = task.first_token;
     page_ = page;
     ids_ = existing(page, entry);
@@ -187,7 +187,6 @@ class Producer {
       }
       ring_.advance(a_.slots);
     }
-    if (--early_tiles_ == 0) places_ = a_.later_slots;
   }
 
   // Which groups of 16 tokens lie on the parts of a tile that exist.
@@ -214,8 +213,7 @@ class Producer {
   const Shared& shared_;
   int lane_;
   int page_bits_;
-  int places_;  // of the ring that are in use
-  int early_tiles_ = kEarlyTiles;
+  int places_ = 0;     // of the ring that are in use
   int parts_;          // pages of a tile
   int part_tokens_;    // of a page that belong to one tile
   Task task_{};        // whose tiles are asked for

@@ -66,8 +66,7 @@ constexpr int kQueryArrivals = kWarpSize + 1;
 
 // Shared out among the first four consumer warps, one thread each: an initialisation takes 40 ns
 // in a rolled loop. What lies beyond the ring's slots is initialised as well, and not used.
-__device__ __forceinline__ void init_barriers(const Shared& shared, int warp, int consumers,
-                                              int team) {
+__device__ __forceinline__ void init_barriers(const Shared& shared, int warp, int team) {
   constexpr int kEach = kMostSlots / 2;  // half of `full` or of `empty`
   static_assert(Layout::kEmpty == Layout::kFull + 8 * kMostSlots &&
                 Layout::kQueryEmpty == Layout::kQueryFull + 8 * 2);
@@ -76,7 +75,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared, int warp, in
   const SharedAddress first = shared.full(warp * kEach);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) init_barrier(first + 8 * i, fills ? 1 : team);
-  init_barrier(shared.query_full(warp), fills ? kQueryArrivals : consumers);
+  init_barrier(shared.query_full(warp), fills ? kQueryArrivals : kWarps);
   fence_barrier_init();
 }
 

@@ -7,7 +7,7 @@
 
 #include "decode_attention/launch.h"
 #include "decode_schedule/launch.h"
-#include "ffi/buffer_reader.h"
+#include "ffi/paged_attention.h"
 #include "ffi/status.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -45,23 +45,12 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
 
 namespace {
 
-using Table = ffi::Buffer<ffi::S32, 2>;
-using Lengths = ffi::Buffer<ffi::S32, 1>;
 using Output = ffi::Buffer<ffi::BF16, 4>;
 
-class Optional : public jax_hpc::BufferReader {
+class Reader : public jax_hpc::AttentionReader {
  public:
-  using BufferReader::BufferReader;
+  using AttentionReader::AttentionReader;
 
-  // Any count; its rank tells what kind of scale it is.
-  const void* scale(attention::ScaleKind* kind) {
-    const MaybeBuffer buffer = next_argument();
-    if (!buffer.has_value()) return missing();
-    using attention::ScaleKind;
-    const size_t rank = buffer->dimensions().size();
-    *kind = rank == 0 ? ScaleKind::kTensor : rank == 1 ? ScaleKind::kHead : ScaleKind::kToken;
-    return fitting(buffer, ffi::F32, static_cast<int64_t>(buffer->element_count()));
-  }
   void* result_of_at_least(ffi::DataType type, int64_t count) {
     const MaybeBuffer buffer = next_result();
     const int64_t size = buffer.has_value() ? static_cast<int64_t>(buffer->element_count()) : 0;
@@ -73,43 +62,18 @@ ffi::Error refuse(const char* what) {
   return ffi::Error::InvalidArgument(std::string("decode_attention: ") + what);
 }
 
-// Sizes, as far as the buffers of fixed place tell them.
-attention::Problem problem_of(ffi::AnyBuffer q, ffi::AnyBuffer pages, Table table,
-                              const Options& options) {
-  attention::Problem p{};
-  p.batch = static_cast<int>(q.dimensions()[0]);
-  p.q_len = static_cast<int>(q.dimensions()[1]);
-  p.pages = static_cast<int>(pages.dimensions()[0]);
-  p.kv_heads = static_cast<int>(pages.dimensions()[1]);
-  p.page_size = static_cast<int>(pages.dimensions()[2]);
-  p.head_dim = static_cast<int>(pages.dimensions()[3]);
-  p.group = static_cast<int>(q.dimensions()[2]) / p.kv_heads;
-  p.table_width = static_cast<int>(table.dimensions()[1]);
-  p.fp8_cache = pages.element_type() == ffi::F8E4M3FN;
-  p.fp8_query = q.element_type() == ffi::F8E4M3FN;
-  p.scale = options.scale;
-  p.window = options.window;
-  p.cap = options.logit_cap;
-  return p;
-}
-
-bool is_kind(ffi::DataType type) { return type == ffi::BF16 || type == ffi::F8E4M3FN; }
-
 ffi::Error run(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pages,
-               ffi::AnyBuffer v_pages, Table table, Lengths lengths, ffi::RemainingArgs arguments,
-               ffi::Result<Output> out, ffi::RemainingRets results, Options options,
-               int32_t num_ctas) {
-  if (q.dimensions().size() != 4 || k_pages.dimensions().size() != 4 ||
-      !is_kind(q.element_type()) || !is_kind(k_pages.element_type()) ||
-      v_pages.element_type() != k_pages.element_type() ||
-      v_pages.element_count() != k_pages.element_count()) {
+               ffi::AnyBuffer v_pages, jax_hpc::PageTable table, jax_hpc::Lengths lengths,
+               ffi::RemainingArgs arguments, ffi::Result<Output> out, ffi::RemainingRets results,
+               Options options, int32_t num_ctas) {
+  if (!jax_hpc::are_attention_operands(q, 4, k_pages, v_pages)) {
     return refuse("q [B, S, Hq, D] and k_pages, v_pages [P, Hkv, N, D] must be bf16 or f8e4m3fn");
   }
-  attention::Problem p = problem_of(q, k_pages, table, options);
-  const int64_t q_heads = q.dimensions()[2];
-  const int64_t rows = int64_t{p.batch} * p.q_len * q_heads;
-  if (q.dimensions()[3] != p.head_dim || q_heads != int64_t{p.group} * p.kv_heads ||
-      table.dimensions()[0] != p.batch || lengths.dimensions()[0] != p.batch ||
+  attention::Problem p{};
+  const bool fits = jax_hpc::read_common(q, k_pages, table, options, &p);
+  p.q_len = static_cast<int>(q.dimensions()[1]);
+  const int64_t rows = int64_t{p.batch} * p.q_len * p.group * p.kv_heads;
+  if (!fits || q.dimensions()[0] != p.batch || lengths.dimensions()[0] != p.batch ||
       out->element_count() != q.element_count()) {
     return refuse(
         "shapes must be q, out [B, S, Hq, D], pages [P, Hkv, N, D], page_table [B, M], kv_lens "
@@ -124,34 +88,29 @@ ffi::Error run(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pages,
   b.kv_lens = lengths.typed_data();
   b.out = out->untyped_data();
 
-  Optional optional(arguments, results);
-  const auto floats = [](const void* data) { return static_cast<const float*>(data); };
-  const auto integers = [](const void* data) { return static_cast<const int*>(data); };
+  Reader reader(arguments, results);
   if (options.has_schedule) {
-    b.span_pair = integers(optional.argument(ffi::S32, num_ctas + 1));
-    b.span_tile = integers(optional.argument(ffi::S32, num_ctas + 1));
-    b.merge_last = integers(optional.argument(ffi::S32, num_ctas));
+    b.span_pair = reader.integers(num_ctas + 1);
+    b.span_tile = reader.integers(num_ctas + 1);
+    b.merge_last = reader.integers(num_ctas);
   }
-  if (options.has_sinks) b.sinks = floats(optional.argument(ffi::F32, q_heads));
-  if (options.has_q_scale) b.q_scale = floats(optional.argument(ffi::F32, rows));
-  if (options.has_k_scale) b.k_scale = floats(optional.scale(&p.k_scale));
-  if (options.has_v_scale) b.v_scale = floats(optional.scale(&p.v_scale));
-  if (options.return_lse) b.lse = static_cast<float*>(optional.result_of_at_least(ffi::F32, rows));
+  reader.read_optional(options, rows, &p, &b);
+  if (options.return_lse) b.lse = static_cast<float*>(reader.result_of_at_least(ffi::F32, rows));
   const int64_t partial_rows = attention::workspace_slots(p, cut) * p.rows();
   b.partial_out =
-      static_cast<float*>(optional.result_of_at_least(ffi::F32, partial_rows * p.head_dim));
-  b.partial_state = static_cast<float*>(optional.result_of_at_least(ffi::F32, partial_rows * 2));
+      static_cast<float*>(reader.result_of_at_least(ffi::F32, partial_rows * p.head_dim));
+  b.partial_state = static_cast<float*>(reader.result_of_at_least(ffi::F32, partial_rows * 2));
   const bool makes_schedule = !options.has_schedule && options.num_splits == 0;
   int* made[3] = {};
   if (makes_schedule) {
     for (int i = 0; i < 3; ++i) {
-      made[i] = static_cast<int*>(optional.result_of_at_least(ffi::S32, num_ctas + (i < 2)));
+      made[i] = static_cast<int*>(reader.result_of_at_least(ffi::S32, num_ctas + (i < 2)));
     }
     b.span_pair = made[0];
     b.span_tile = made[1];
     b.merge_last = made[2];
   }
-  if (!optional.fit() || p.fp8_query != options.has_q_scale) {
+  if (!reader.fit() || p.fp8_query != options.has_q_scale) {
     return refuse("the optional operands, results or workspaces do not fit the attributes");
   }
   const bool token_scales = p.k_scale == attention::ScaleKind::kToken;
@@ -183,8 +142,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(decode_attention, run,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<Table>()
-                                  .Arg<Lengths>()
+                                  .Arg<jax_hpc::PageTable>()
+                                  .Arg<jax_hpc::Lengths>()
                                   .RemainingArgs()
                                   .Ret<Output>()
                                   .RemainingRets()

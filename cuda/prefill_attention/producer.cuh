@@ -46,13 +46,15 @@ class KeyValueWarp {
   }
 
   __device__ __forceinline__ Task publish(int word) {
-    wait(shared_.task_empty(slot_.stage), slot_.parity ^ 1);
-    if (lane_ <= kRowTileInts) store_shared_4(shared_.task(slot_.stage) + lane_ * 4, word);
-    __syncwarp();
-    if (lane_ == 0) arrive(shared_.task_full(slot_.stage));
-    slot_.advance();
     const auto of = [&](int lane) { return __shfl_sync(~0u, word, lane); };
-    return {{of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)}, of(8)};
+    const Task task{{of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)}, of(8)};
+    wait(shared_.task_empty(slot_.stage), slot_.parity ^ 1);
+    if (lane_ == 0) {
+      shared_.write(slot_.stage, task);
+      arrive(shared_.task_full(slot_.stage));
+    }
+    slot_.advance();
+    return task;
   }
 
   // All tiles of a task, the last first; then `task` is the next, and `page` of its first tile.

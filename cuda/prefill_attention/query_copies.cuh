@@ -31,7 +31,7 @@ class QueryWarp {
           quantize(task);
         }
         fence_shared_writes();
-        release(shared_.query_full(place_.stage));
+        arrive(shared_.query_full(place_.stage));
       }
       place_.advance();
     }
@@ -48,12 +48,13 @@ class QueryWarp {
   }
 
   __device__ __forceinline__ void send(const Task& task) const {
-    __syncwarp();  // the scales are written
-    if (lane_ == 0) arrive_expecting(shared_.query_full(place_.stage), TileOf::kBytes);
-    __syncwarp();
+    const SharedAddress full = shared_.query_full(place_.stage);
     if (lane_ < TileOf::kColumns) {
-      copy_tile(shared_.query(place_.stage) + lane_ * TileOf::kColumnBytes, map_,
-                shared_.query_full(place_.stage), 0, 0, lane_, task.kv_head, task.tile.first_q);
+      arrive_expecting(full, TileOf::kColumnBytes);
+      copy_tile(shared_.query(place_.stage) + lane_ * TileOf::kColumnBytes, map_, full, 0, 0, lane_,
+                task.kv_head, task.tile.first_q);
+    } else {
+      arrive(full);
     }
   }
 

@@ -161,6 +161,16 @@ struct Shared {
   __device__ __forceinline__ SharedAddress task(int slot) const {
     return start + kTaskAt + slot * kTaskBytes;
   }
+  // By one lane, which then arrives: to racecheck, an arrival tells of its own lane's writes alone.
+  __device__ __forceinline__ void write(int slot, const Task& t) const {
+    const auto word = [](int x) { return static_cast<uint32_t>(x); };
+    const RowTile& r = t.tile;
+    const SharedAddress at = task(slot);
+    store_shared_16(at, {word(r.sequence), word(r.first_q), word(r.first_head), word(r.rows)});
+    store_shared_16(at + 16, {word(r.first_position), word(r.last_position), word(r.first_tile),
+                              word(r.last_tile)});
+    store_shared_4(at + 32, word(t.kv_head));
+  }
   // float32, on an fp8 cache.
   __device__ __forceinline__ SharedAddress query_scale(int stage, int row) const {
     return start + kQueryScaleAt + (stage * kTileRows + row) * 4;
@@ -175,7 +185,7 @@ template <class Memory>
 __device__ __forceinline__ void init_barriers(const Memory& shared) {
 #pragma unroll
   for (int i = 0; i < kQueryStages; ++i) {
-    init_barrier(shared.query_full(i), 1);
+    init_barrier(shared.query_full(i), kWarpSize);
     init_barrier(shared.query_empty(i), kConsumerWarps);
   }
 #pragma unroll

@@ -98,9 +98,10 @@ class Checker {
         }
       }
     }
-    if (lane_ < kTileTokens / 32) {
-      store_shared_4(shared_.bad(place_.stage, checker_) + lane_ * 4, bad);
-    }
+    const auto word = [&](int lane) { return __shfl_sync(~0u, bad, lane); };
+    const uint4 words{word(0), word(1), word(2), word(3)};
+    // One lane writes them, and arrives: see Shared::write.
+    if (lane_ == 0) store_shared_16(shared_.bad(place_.stage, checker_), words);
   }
 
   // 16 tokens and 32 dimensions at a time. ldmatrix moves pairs of neighbouring dimensions; a byte

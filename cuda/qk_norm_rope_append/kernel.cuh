@@ -74,7 +74,7 @@ struct Target {
     if (kQuantizes && is_fp8) {
       float reciprocal = factor;
       if (dynamic != nullptr) {
-        const float own = scale_of(most * scale);
+        const float own = scale_of_largest(most * scale);
         reciprocal = quick_reciprocal(own);
         if (is_first_lane) *dynamic = own;
         dynamic += int64_t{rows} * kHeads;

@@ -2,11 +2,11 @@
 #pragma once
 
 #include <cuda_bf16.h>
-#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
+#include "common/fp8.cuh"
 #include "common/ptx.cuh"
 
 namespace jax_hpc::qk_norm_rope_append {
@@ -78,29 +78,10 @@ __device__ __forceinline__ void write_bf16(void* to, const float* v, float facto
   store(to, uint4{pairs[0], pairs[1], pairs[2], pairs[3]});
 }
 
-// jax_hpc/fp8.py: nearest, ties to even, clamped to +-448; NaN stays NaN.
-__device__ __forceinline__ uint32_t pack_fp8(const float* v, float factor) {
-  const float2 low = {v[0] * factor, v[1] * factor};
-  const float2 high = {v[2] * factor, v[3] * factor};
-  return __nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, __NV_E4M3) |
-         uint32_t{__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, __NV_E4M3)} << 16;
-}
-
+// Eight values, by the rule of jax_hpc/fp8.py.
 __device__ __forceinline__ void write_fp8(void* to, const float* v, float factor) {
-  store(to, uint2{pack_fp8(v, factor), pack_fp8(v + 4, factor)});
-}
-
-// The scale of a row whose largest magnitude is `most`, as fp8.amax_scale.
-__device__ __forceinline__ float scale_of(float most) {
-  const float scale = most * (1.0f / 448.0f);
-  return scale < 0x1p-126f ? 1.0f : scale;
-}
-
-// The larger magnitude, or NaN where either is.
-__device__ __forceinline__ float larger(float a, float b) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(fabsf(a)), "f"(fabsf(b)));
-  return result;
+  store(to,
+        uint2{pack_fp8(v[0], v[1], v[2], v[3], factor), pack_fp8(v[4], v[5], v[6], v[7], factor)});
 }
 
 // At most the largest finite float; NaN stays NaN.
@@ -135,14 +116,14 @@ __device__ __forceinline__ float sum_of_squares(const float (&x)[kValues]) {
 }
 
 __device__ __forceinline__ float largest(const float (&x)[kValues]) {
-  float most = larger(x[0], x[kChunk]);
-  float other = larger(x[1], x[kChunk + 1]);
+  float most = larger_magnitude(x[0], x[kChunk]);
+  float other = larger_magnitude(x[1], x[kChunk + 1]);
 #pragma unroll
   for (int i = 2; i < kChunk; i += 2) {
-    most = larger(larger(most, x[i]), x[i + kChunk]);
-    other = larger(larger(other, x[i + 1]), x[i + 1 + kChunk]);
+    most = larger_magnitude(larger_magnitude(most, x[i]), x[i + kChunk]);
+    other = larger_magnitude(larger_magnitude(other, x[i + 1]), x[i + 1 + kChunk]);
   }
-  return larger(most, other);
+  return larger_magnitude(most, other);
 }
 
 // Over the lanes of a head; every lane of the warp takes part. The steps of both go side by side.
@@ -151,7 +132,7 @@ __device__ __forceinline__ void join_head(float& sum, float& most) {
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) {
     sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    if (kFindsLargest) most = larger(most, __shfl_xor_sync(0xffffffffu, most, step));
+    if (kFindsLargest) most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, step));
   }
 }
 

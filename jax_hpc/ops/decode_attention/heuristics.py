@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jax_hpc.ops.decode_attention.schedule.heuristics import TILE_TOKENS, ctas_per_sm, num_sms
+from jax_hpc.ops.decode_attention.schedule.heuristics import TILE_TOKENS, num_sms
 
 _BLOCK_BYTES = 64 * 2**20
 _BLOCK_TOKENS = 512
@@ -34,10 +34,6 @@ def block_pages(*, batch: int, num_kv_heads: int, page_size: int, head_dim: int)
 def choose_cut(
     *,
     batch: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    q_len: int,
-    fp8_cache: bool,
     num_splits: int | str | None,
     scheduled_ctas: int | None,
 ) -> Cut:
@@ -49,10 +45,7 @@ def choose_cut(
         return Cut(0, int(num_splits), 1)
     if scheduled_ctas is not None:
         return Cut(scheduled_ctas, 0, 0)
-    per_sm = ctas_per_sm(
-        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, q_len=q_len, fp8_cache=fp8_cache
-    )
-    return Cut(num_sms() * per_sm, 0, 0)
+    return Cut(num_sms(), 0, 0)
 
 
 def workspace_slots(cut: Cut, *, batch: int, num_kv_heads: int) -> int:

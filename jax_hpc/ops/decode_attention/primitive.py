@@ -45,14 +45,9 @@ def _unsupported(operands: Operands, params: Params) -> str | None:
 
 
 def _cut(operands: Operands, params: Params) -> heuristics.Cut:
-    batch, q_len, num_q_heads, _ = operands.q.shape
     schedule = operands.schedule
     return heuristics.choose_cut(
-        batch=batch,
-        num_q_heads=num_q_heads,
-        num_kv_heads=operands.k_pages.shape[1],
-        q_len=q_len,
-        fp8_cache=operands.k_pages.dtype == E4M3,
+        batch=operands.q.shape[0],
         num_splits=params.num_splits,
         scheduled_ctas=None if schedule is None else schedule.num_ctas,
     )

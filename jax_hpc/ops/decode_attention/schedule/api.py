@@ -48,7 +48,7 @@ def decode_schedule(
       page_size: N, tokens per page.
       q_len: S, query tokens per sequence, 1 to 8.
       window: keys that a query sees, itself included, or None for all.
-      num_ctas: persistent CTAs; None for what fits on the GPU (132 SMs where there is none).
+      num_ctas: persistent CTAs; None for one an SM of the GPU (132 where there is none).
       implementation: see :data:`jax_hpc.types.Implementation`.
 
     Returns:
@@ -77,16 +77,10 @@ def decode_schedule(
     window = normalize_window(operator, window)
     pairs, most = dims["B"] * sizes["num_kv_heads"], heuristics.MAX_PAIRS
     check(pairs <= most, operator, "num_kv_heads", expected=f"B * Hkv <= {most}", got=pairs)
-    fp8_cache = sizes["kv_dtype"] == "float8_e4m3fn"
     if num_ctas is None:
-        per_sm = heuristics.ctas_per_sm(
-            num_q_heads=sizes["num_q_heads"],
-            num_kv_heads=sizes["num_kv_heads"],
-            q_len=sizes["q_len"],
-            fp8_cache=fp8_cache,
-        )
-        num_ctas = heuristics.num_sms() * per_sm
+        num_ctas = heuristics.num_sms()
     num_ctas = normalize_count(operator, "num_ctas", num_ctas, most=heuristics.MAX_CTAS)
+    fp8_cache = sizes["kv_dtype"] == "float8_e4m3fn"
     params = Params(sizes["num_kv_heads"], sizes["q_len"], window, num_ctas, fp8_cache)
     results = OPERATOR(Operands(kv_lens), params, implementation=implementation)
     return DecodeSchedule(*results, batch=dims["B"], page_size=page_size, window=window, **sizes)

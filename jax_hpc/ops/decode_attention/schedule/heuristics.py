@@ -27,8 +27,6 @@ MAX_PAIRS = 1 << 29
 MAX_CTAS = 1 << 20
 
 _DEFAULT_SMS = 132  # H100 and H200, when a program is lowered on a host without a GPU
-_ROWS_OF_ONE_TILE = 8
-_ROWS_OF_TWO = 64
 
 
 def task_cost(*, fp8_cache: bool) -> int:
@@ -40,18 +38,9 @@ def task_cost(*, fp8_cache: bool) -> int:
 
 
 def num_sms() -> int:
-    """Streaming multiprocessors of this process's first GPU, 132 where there is none."""
+    """Streaming multiprocessors of this process's first GPU, 132 where there is none.
+
+    As many CTAs decode attention has: one on each, whose warps are enough for what an SM reads.
+    """
     devices = _registry.gpus()
     return int(devices[0].core_count) if devices else _DEFAULT_SMS
-
-
-def ctas_per_sm(*, num_q_heads: int, num_kv_heads: int, q_len: int, fp8_cache: bool) -> int:
-    """Persistent CTAs on one SM, as ``choose`` in cuda/decode_attention/config.h holds them.
-
-    One where its four warps are enough for what an SM reads (bf16, up to eight query rows of a KV
-    head): fewer spans, fewer pieces to merge. One as well where more than 64 rows take the
-    registers of a whole SM, else two.
-    """
-    rows = num_q_heads // num_kv_heads * q_len
-    most = _ROWS_OF_ONE_TILE if not fp8_cache else 0
-    return 2 if most < rows <= _ROWS_OF_TWO else 1
