@@ -2,9 +2,9 @@
 // product of a stage.
 //
 // Weights are the 64 rows of the tensor cores' product, tokens its columns, so that few tokens
-// waste little. One warp copies weights, one the rows of tokens, four multiply; several CTAs share
-// an SM, and while one ends a task, the others' copies are under way. A CTA's ring runs on across
-// its tasks.
+// waste little. One warp copies weights, one the rows of tokens, and one or two warpgroups
+// multiply, each 64 weight rows of its own. With small tiles several CTAs share an SM, and
+// while one ends a task, the others' copies are under way. A CTA's ring runs on across its tasks.
 #pragma once
 
 #include "common/launch.h"
@@ -16,10 +16,7 @@
 
 namespace jax_hpc::fused_moe {
 
-constexpr int kConsumers = kWarpgroup;
-constexpr int kWeightWarp = kConsumers / kWarpSize;
-constexpr int kRowWarp = kWeightWarp + 1;
-constexpr int kThreads = (kRowWarp + 1) * kWarpSize;
+constexpr int kGroupWarps = kWarpgroup / kWarpSize;
 
 // A stage of either product: 128 values of 64 weight rows, and of up to `Rows` rows of tokens,
 // swizzled by 128 bytes.
@@ -27,11 +24,16 @@ constexpr int kStageValues = 128;
 constexpr int kGroupRows = 8;  // rows of a swizzled group
 constexpr int kGroupBytes = kGroupRows * kStageValues;
 constexpr int kWeightRows = 64;
-constexpr int kWeightBytes = kWeightRows * kStageValues;
+constexpr int kWeightBytes = kWeightRows * kStageValues;  // of a warpgroup
 
-// Scales: floats that come with a stage. ExtraBytes: what the kernel needs beside the ring.
-template <int WeightBytes, int RowBytes, int Scales, int ExtraBytes, int CtasOfSm>
+// Groups: warpgroups that multiply. Scales: floats that come with a stage. ExtraBytes: what the
+// kernel needs beside the ring.
+template <int Groups, int CtasOfSm, int WeightBytes, int RowBytes, int Scales, int ExtraBytes>
 struct StageShape {
+  static constexpr int kGroups = Groups;
+  static constexpr int kWeightWarp = Groups * kGroupWarps;
+  static constexpr int kRowWarp = kWeightWarp + 1;
+  static constexpr int kThreads = (kRowWarp + 1) * kWarpSize;
   static constexpr int kCtasOfSm = CtasOfSm;
   static constexpr int kRowsAt = WeightBytes;
   static constexpr int kStageBytes = WeightBytes + RowBytes;
@@ -48,9 +50,13 @@ struct StageShape {
   static_assert(kStages >= 3);
 };
 
-template <int Rows, int Scales, int ExtraBytes>
+// As many as registers allow.
+constexpr int ctas_of_sm(int tile_rows) { return tile_rows <= 32 ? 3 : tile_rows <= 64 ? 2 : 1; }
+
+template <int Rows, int TileRows, int Scales, int ExtraBytes>
 struct SquareStageShape
-    : StageShape<kWeightBytes, Rows * kStageValues, Scales, ExtraBytes, Rows <= 32 ? 3 : 2> {
+    : StageShape<warpgroups_of(TileRows), ctas_of_sm(TileRows),
+                 warpgroups_of(TileRows) * kWeightBytes, Rows * kStageValues, Scales, ExtraBytes> {
   static constexpr int kRows = Rows;
 };
 
@@ -103,7 +109,7 @@ __device__ __forceinline__ void init_stages(const StageMemory<Shape>& memory,
 #pragma unroll
   for (int i = 0; i < Shape::kStages; ++i) {
     init_barrier(memory.full(i), arrivals_to_fill);
-    init_barrier(memory.empty(i), kConsumers / kWarpSize);
+    init_barrier(memory.empty(i), Shape::kGroups * kGroupWarps);
   }
 }
 
@@ -139,6 +145,7 @@ class TaskWalk {
     const unsigned number = task_ / parts_;
     next_part_ = static_cast<int>(task_ - number * parts_);
     next_tile_ = few_ != nullptr ? few_->tiles[number] : load_tile(tiles_ + number);
+    next_tile_.number = static_cast<int>(number);
   }
 
   const Tile* tiles_;
@@ -153,14 +160,14 @@ class TaskWalk {
 
 // sums = weights times rows of a stage, and waits for it. A fresh sum for each stage, since the
 // tensor cores keep 14 bits of it: the caller adds stages up in float32.
-template <int Rows, int First = 0, int Last = 4>
+template <int Rows, int Steps = 4>
 __device__ __forceinline__ void multiply(SharedAddress weights, SharedAddress rows,
                                          float (&sums)[Rows / 2]) {
   const uint32_t a = swizzled_tile(weights);
   const uint32_t b = swizzled_tile(rows);
 #pragma unroll
-  for (int k = First; k < Last; ++k) {  // 32 values each, two units of a descriptor
-    WgmmaE4m3<Rows>::multiply(sums, descriptor(a + 2 * k), descriptor(b + 2 * k), k > First);
+  for (int k = 0; k < Steps; ++k) {  // 32 values each, two units of a descriptor
+    WgmmaE4m3<Rows>::multiply(sums, descriptor(a + 2 * k), descriptor(b + 2 * k), k > 0);
   }
 }
 
@@ -180,12 +187,17 @@ __device__ __forceinline__ void release(const StageMemory<Shape>& memory, int st
 // A consumer's thread holds, of each 8 tokens, two products of weight row 16 * warp + lane / 4 and
 // two of the row eight below: of tokens 2 * (lane % 4) and the next.
 struct Fragment {
-  int warp;
+  int group;  // warpgroup
+  int warp;   // of it
   int lane;
   int row;     // lane / 4
   int token0;  // 2 * (lane % 4)
-  __device__ __forceinline__ explicit Fragment(int thread)
-      : warp(thread / kWarpSize), lane(thread % kWarpSize), row(lane / 4), token0(lane % 4 * 2) {}
+  __device__ __forceinline__ Fragment(int thread, int groups)
+      : group(groups == 1 ? 0 : thread / kWarpgroup),
+        warp(thread / kWarpSize - group * kGroupWarps),
+        lane(thread % kWarpSize),
+        row(lane / 4),
+        token0(lane % 4 * 2) {}
 };
 
 }  // namespace jax_hpc::fused_moe

@@ -37,7 +37,7 @@ constexpr int kGuard = 64;  // elements behind every array that is written
 // Everything that a call writes, on the device with a guard behind it.
 struct Device {
   DeviceArray<int> header, tiles, row_token, pair_row;
-  DeviceArray<uint32_t> counts;
+  DeviceArray<uint32_t> counts, arrivals;
   DeviceArray<uint8_t> x, act;
   DeviceArray<float> x_scale, act_scale;
   DeviceArray<__nv_bfloat16> outputs, out;
@@ -48,17 +48,19 @@ struct Device {
         row_token(num_pairs(p) + kGuard),
         pair_row(num_pairs(p) + kGuard),
         counts(num_counts(p) + kGuard),
+        arrivals(num_arrivals(p) + kGuard),
         x(int64_t{p.tokens} * p.hidden + kGuard),
         act(num_pairs(p) * p.inter + kGuard),
         x_scale(int64_t{p.tokens} * blocks_of(p.hidden, kBlock) + kGuard),
         act_scale(num_pairs(p) * blocks_of(p.inter, kBlock) + kGuard),
-        outputs(num_pairs(p) * p.hidden + kGuard),
+        outputs(num_outputs(p) + kGuard),
         out(int64_t{p.tokens} * p.hidden + kGuard) {}
 
   template <class Visit>
   void each(const Visit& visit) {
     visit("header", header), visit("tiles", tiles), visit("row_token", row_token);
-    visit("pair_row", pair_row), visit("counts", counts), visit("x", x), visit("act", act);
+    visit("pair_row", pair_row), visit("counts", counts), visit("arrivals", arrivals);
+    visit("x", x), visit("act", act);
     visit("x_scale", x_scale), visit("act_scale", act_scale), visit("outputs", outputs);
     visit("out", out);
   }
@@ -66,7 +68,7 @@ struct Device {
     return {header.data(),    reinterpret_cast<Tile*>(tiles.data()),
             row_token.data(), pair_row.data(),
             counts.data(),    x.data(),
-            x_scale.data(),   {act.data(), act_scale.data(), outputs.data()}};
+            x_scale.data(),   {act.data(), act_scale.data(), outputs.data(), arrivals.data()}};
   }
 };
 
@@ -241,6 +243,7 @@ std::vector<Setup> all_setups(bool small) {
       add({tokens, 2, 4, 128, 96, {}, rows}, Routing::kUniform);
     }
     add({2, 2, 3, 4096, 1536, {}, rows}, Routing::kUniform);
+    add({150, 1, 3, 144, 192, {}, rows}, Routing::kSkewed);  // tiles of the most rows
     // Index by one CTA of many warps, and by several CTAs.
     add({1024, 8, 40, 16, 16, {}, rows}, Routing::kGarbage);
     add({1025, 8, 40, 32, 16, {}, rows}, Routing::kSkewed);

@@ -133,8 +133,9 @@ def test_block_call_with_everything(block_rows: int) -> None:
     assert operand_types(text)[6:] == [
         *(f"6x2x{rows}x2xf32", f"6x2x{rows}xf32", "5x2xf32", "5x144xbf16", "5xf32"),
     ]
-    # x is fp8 already: no place for it, nor for its scales.
-    assert result_types(text)[5:] == ["15x208xf8E4M3FN", "15x2xf32", "15x144xbf16"]
+    # x is fp8 already: no place for it, nor for its scales. The outputs' place first holds 208
+    # float32 of each row; two counts for each of seven tiles.
+    assert result_types(text)[5:] == ["15x208xf8E4M3FN", "15x2xf32", "15x416xbf16", "14xui32"]
 
 
 def test_block_call_quantises_x() -> None:

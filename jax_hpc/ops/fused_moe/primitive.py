@@ -89,9 +89,16 @@ def _workspaces(operands: Operands, params: Params) -> Sequence[jax.ShapeDtypeSt
         if is_block:
             spaces.append(array((tokens, _groups(hidden)), jnp.float32))
     spaces.append(array((pairs, inter), E4M3))
-    if is_block:
-        spaces.append(array((pairs, _groups(inter)), jnp.float32))
-    return [*spaces, array((pairs, hidden), jnp.bfloat16)]
+    if not is_block:
+        return [*spaces, array((pairs, hidden), jnp.bfloat16)]
+    groups = _groups(inter)
+    return [
+        *spaces,
+        array((pairs, groups), jnp.float32),
+        # Also float32 [pairs, inter], before the experts' outputs take its place.
+        array((pairs, max(hidden, 2 * inter)), jnp.bfloat16),
+        array((tiles * groups,), jnp.uint32),
+    ]
 
 
 KERNEL = Kernel(
