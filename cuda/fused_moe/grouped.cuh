@@ -113,19 +113,18 @@ __device__ __forceinline__ void init_stages(const StageMemory<Shape>& memory,
   }
 }
 
-// Tasks are numbered tile by tile, `parts` to a tile. A team (a CTA or a cluster) takes every
-// `teams`-th. The tile of the next task is read one task ahead. `few`, if not null, holds the
-// index.
+// Tasks are numbered tile by tile, `parts` to a tile, and a CTA takes every `ctas`-th. The tile of
+// the next task is read one task ahead. `few`, if not null, holds the index.
 class TaskWalk {
  public:
-  __device__ __forceinline__ TaskWalk(const Index& index, const FewPairs* few, int parts, int team,
-                                      int teams)
+  __device__ __forceinline__ TaskWalk(const Index& index, const FewPairs* few, int parts, int cta,
+                                      int ctas)
       : tiles_(index.tiles),
         few_(few),
         parts_(static_cast<unsigned>(parts)),
-        teams_(static_cast<unsigned>(teams)),
-        task_(static_cast<unsigned>(team)) {
-    // Together with the number of tiles: the host starts no team whose first tile could not exist.
+        ctas_(static_cast<unsigned>(ctas)),
+        task_(static_cast<unsigned>(cta)) {
+    // Together with the number of tiles: the host starts no CTA whose first tile could not exist.
     read_next();
     const int tiles = few_ != nullptr ? few_->num_tiles : load_int(index.header);
     tasks_ = static_cast<unsigned>(tiles) * parts_;
@@ -135,7 +134,7 @@ class TaskWalk {
     if (task_ >= tasks_) return false;
     tile = next_tile_;
     part = next_part_;
-    task_ += teams_;
+    task_ += ctas_;
     if (task_ < tasks_) read_next();
     return true;
   }
@@ -151,7 +150,7 @@ class TaskWalk {
   const Tile* tiles_;
   const FewPairs* few_;
   unsigned parts_;
-  unsigned teams_;
+  unsigned ctas_;
   unsigned task_;
   unsigned tasks_;  // the host sees to it that they fit
   Tile next_tile_{};
