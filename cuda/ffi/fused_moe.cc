@@ -112,7 +112,10 @@ moe::Workspace take_workspace(const moe::Problem& p, bool quantizes, Optional& t
   }
   w.rows.act = take.result(ffi::F8E4M3FN, pairs * p.inter);
   if (is_block) w.rows.act_scale = take.float_result(pairs * moe::blocks_of(p.inter, moe::kBlock));
-  w.rows.outputs = take.result(ffi::BF16, pairs * p.hidden);
+  w.rows.outputs = take.result(ffi::BF16, moe::num_outputs(p));
+  if (is_block) {
+    w.rows.arrivals = static_cast<uint32_t*>(take.result(ffi::U32, moe::num_arrivals(p)));
+  }
   return w;
 }
 

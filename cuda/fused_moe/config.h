@@ -34,9 +34,13 @@ __host__ __device__ constexpr int blocks_of(int extent, int block) {
   return (extent + block - 1) / block;
 }
 
+// Warpgroups that multiply a tile side by side, each 64 weight rows of its own. Two need registers
+// for 128 rows each, which leaves room for one CTA on an SM.
+constexpr int warpgroups_of(int tile_rows) { return tile_rows <= 64 ? 1 : 2; }
+
 // How every stage cuts the work. Made by choose() alone (heuristics.h).
 struct Config {
-  int tile_rows;  // rows of a tile: 8, 16, 32 or 64
+  int tile_rows;  // rows of a tile: 8, 16, 32, 64 or 128
   // Pieces of the hidden axis that a gate-up tile multiplies side by side, 1 or 4: with 4 a tile
   // has 8 columns of the intermediate instead of 32, so that a single token keeps all SMs busy.
   int gate_up_pieces;
@@ -49,8 +53,8 @@ struct Config {
 struct Tile {
   int expert;  // on this rank, from 0
   int first_row;
-  int rows;  // at least 1
-  int unused;
+  int rows;    // at least 1
+  int number;  // among the tiles; 0 in memory, and set where a tile is read
 };
 static_assert(sizeof(Tile) == 16);
 
@@ -103,7 +107,12 @@ struct Weights {
 struct RowBuffers {
   void* act;         // e4m3 [pairs, inter], 16-byte aligned: SiLU(gate) * up, requantised
   float* act_scale;  // [pairs, blocks_of(inter, 128)], kBlock only
-  void* outputs;     // bf16 [pairs, hidden], 16-byte aligned: an expert's output, not yet weighted
+  // bf16 [pairs, hidden], 16-byte aligned: an expert's output, not yet weighted. Before that, of
+  // kBlock, float32 [pairs, inter]: the intermediate that is not quantised yet.
+  void* outputs;
+  // kBlock: [max_tiles, blocks_of(inter, 128)], zeros before gate-up: how many of the tasks that
+  // share a scale have left their columns in `outputs`.
+  unsigned* arrivals;
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Problem& p) {

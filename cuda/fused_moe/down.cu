@@ -15,25 +15,31 @@ struct Maps {
 };
 
 template <class Shape, class Kernel>
-cudaError_t launch_with(Kernel kernel, int task_rows, const Problem& p, const Config& config,
+cudaError_t launch_with(Kernel kernel, const Problem& p, const Config& config,
                         const DownArrays& arrays, const Maps& maps, bool overlaps_previous,
                         int num_sms, cudaStream_t stream) {
-  const int64_t tasks = max_tiles(p, config) * ceil_div(p.hidden, task_rows);
+  const int64_t tasks = max_tiles(p, config) * ceil_div(p.hidden, Shape::kTaskRows);
   if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
   const auto ctas = static_cast<unsigned>(std::min<int64_t>(tasks, Shape::kCtasOfSm * num_sms));
   const LaunchShape shape{.grid = dim3(ctas),
-                          .threads = kThreads,
+                          .threads = Shape::kThreads,
                           .shared_bytes = Shape::kSharedBytes,
                           .overlaps_previous = overlaps_previous};
   return launch_kernel(kernel, shape, stream, p, arrays, maps.weights, maps.act);
 }
 
-bool takes_pairs(const Problem& p) { return p.inter == kPairColumns; }
+// More rows than 64 have no registers for pairs, and no need: they wait for products, not for
+// weights.
+constexpr int kMostPairRows = 64;
+bool takes_pairs(const Problem& p, const Config& config) {
+  return p.inter == kPairColumns && config.tile_rows <= kMostPairRows;
+}
 
-cudaError_t make_maps(const Problem& p, const void* down, const void* act, Maps* maps) {
-  const bool pairs = takes_pairs(p);
-  const cudaError_t status =
-      pairs ? make_down_pairs_map(p, down, &maps->weights) : make_down_map(p, down, &maps->weights);
+cudaError_t make_maps(const Problem& p, const Config& config, const void* down, const void* act,
+                      Maps* maps) {
+  const bool pairs = takes_pairs(p, config);
+  const cudaError_t status = pairs ? make_down_pairs_map(p, down, &maps->weights)
+                                   : make_down_map(p, config, down, &maps->weights);
   if (status != cudaSuccess) return status;
   return pairs ? make_act_pieces_map(p, act, &maps->act) : make_act_map(p, act, &maps->act);
 }
@@ -42,14 +48,15 @@ template <int TileRows, Format format>
 cudaError_t launch_shape(const Problem& p, const Config& config, const DownArrays& arrays,
                          const Maps& maps, bool overlaps_previous, int num_sms,
                          cudaStream_t stream) {
-  if (takes_pairs(p)) {
-    return launch_with<DownPairsShape<TileRows, format>>(down_pairs_kernel<TileRows, format>,
-                                                         kPairRows, p, config, arrays, maps,
-                                                         overlaps_previous, num_sms, stream);
+  if constexpr (TileRows <= kMostPairRows) {
+    if (takes_pairs(p, config)) {
+      return launch_with<DownPairsShape<TileRows, format>>(down_pairs_kernel<TileRows, format>, p,
+                                                           config, arrays, maps, overlaps_previous,
+                                                           num_sms, stream);
+    }
   }
-  return launch_with<DownShape<TileRows, format>>(down_kernel<TileRows, format>, kWeightRows, p,
-                                                  config, arrays, maps, overlaps_previous, num_sms,
-                                                  stream);
+  return launch_with<DownShape<TileRows, format>>(down_kernel<TileRows, format>, p, config, arrays,
+                                                  maps, overlaps_previous, num_sms, stream);
 }
 
 }  // namespace
@@ -58,7 +65,7 @@ cudaError_t launch_down(const Problem& p, const Config& config, const Index& ind
                         const Weights& weights, const RowBuffers& rows, bool overlaps_previous,
                         int num_sms, cudaStream_t stream) {
   Maps maps;
-  const cudaError_t status = make_maps(p, weights.down, rows.act, &maps);
+  const cudaError_t status = make_maps(p, config, weights.down, rows.act, &maps);
   if (status != cudaSuccess) return status;
   const DownArrays arrays{index, weights, rows};
 #define JAX_HPC_CASE(tile, kind)                                                                 \
@@ -70,10 +77,12 @@ cudaError_t launch_down(const Problem& p, const Config& config, const Index& ind
   JAX_HPC_CASE(16, kTensor)
   JAX_HPC_CASE(32, kTensor)
   JAX_HPC_CASE(64, kTensor)
+  JAX_HPC_CASE(128, kTensor)
   JAX_HPC_CASE(8, kBlock)
   JAX_HPC_CASE(16, kBlock)
   JAX_HPC_CASE(32, kBlock)
   JAX_HPC_CASE(64, kBlock)
+  JAX_HPC_CASE(128, kBlock)
 #undef JAX_HPC_CASE
   return cudaErrorInvalidValue;
 }

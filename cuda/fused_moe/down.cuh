@@ -1,4 +1,4 @@
-// outputs = down of the intermediate's rows, 64 of the hidden values to a task.
+// outputs = down of the intermediate's rows, 64 or 128 of the hidden values to a task.
 //
 // Weights and index do not depend on gate-up, which runs before: a CTA that finds room while
 // gate-up ends fills its ring with weights meanwhile. Only the intermediate's rows wait.
@@ -11,8 +11,10 @@
 namespace jax_hpc::fused_moe {
 
 template <int TileRows, Format format>
-struct DownShape : SquareStageShape<TileRows, format == Format::kBlock ? TileRows + 4 : 0, 0> {
+struct DownShape
+    : SquareStageShape<TileRows, TileRows, format == Format::kBlock ? TileRows + 4 : 0, 0> {
   static constexpr bool kHasBlocks = format == Format::kBlock;
+  static constexpr int kTaskRows = DownShape::kGroups * kWeightRows;  // hidden values of a task
 };
 
 struct DownArrays {
@@ -32,9 +34,9 @@ __device__ __forceinline__ void copy_down(const StageMemory<Shape>& memory, Task
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
       wait(memory.empty(place.stage), place.parity ^ 1);
-      arrive_expecting(memory.full(place.stage), kWeightBytes);
+      arrive_expecting(memory.full(place.stage), Shape::kRowsAt);
       copy_weights(memory.weights(place.stage), map, memory.full(place.stage), turn * kStageValues,
-                   part * kWeightRows, tile.expert);
+                   part * Shape::kTaskRows, tile.expert);
     }
   }
 }
@@ -81,7 +83,7 @@ __device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memor
   while (walk.next(tile, part)) {
     const float* row_scale = arrays.rows.act_scale + static_cast<int64_t>(tile.first_row) * turns;
     const int64_t scale_row =
-        int64_t{tile.expert} * ceil_div(p.hidden, kBlock) + part * kWeightRows / kBlock;
+        int64_t{tile.expert} * ceil_div(p.hidden, kBlock) + part * Shape::kTaskRows / kBlock;
     const float* weight_scale = arrays.weights.down_block_scale + scale_row * inter_blocks;
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
@@ -110,7 +112,7 @@ __device__ __forceinline__ void write_outputs(const Problem& p, const RowBuffers
                                               const Tile& tile, int part, const Fragment& f,
                                               float factor,
                                               const float (&totals)[Shape::kRows / 2]) {
-  const int hidden0 = part * kWeightRows + f.warp * 16;
+  const int hidden0 = part * Shape::kTaskRows + f.group * kWeightRows + f.warp * 16;
   if (hidden0 >= p.hidden) return;  // a multiple of 16, as hidden is
   auto* outputs = static_cast<__nv_bfloat16*>(rows.outputs) +
                   static_cast<int64_t>(tile.first_row) * p.hidden + hidden0 + f.token0;
@@ -127,25 +129,49 @@ __device__ __forceinline__ void write_outputs(const Problem& p, const RowBuffers
   }
 }
 
-// The products of a stage's two halves, whose weights have scales of their own, added to the
-// totals.
+// Adds the products of half a stage, whose weights have a scale of their own.
 template <class Shape>
-__device__ __forceinline__ void add_halves(const StageMemory<Shape>& memory, int stage,
-                                           const Fragment& f,
-                                           const float (&first)[Shape::kRows / 2],
-                                           const float (&second)[Shape::kRows / 2],
-                                           float (&totals)[Shape::kRows / 2]) {
+__device__ __forceinline__ void add_half(const StageMemory<Shape>& memory, int stage, int half,
+                                         const Fragment& f, const float (&sums)[Shape::kRows / 2],
+                                         float (&totals)[Shape::kRows / 2]) {
   constexpr int kFloat = int{sizeof(float)};
   const SharedAddress scales = memory.scales(stage);
-  const float2 weight = load_shared_pair(scales + Shape::kRows * kFloat);
+  const float2 weights = load_shared_pair(scales + Shape::kRows * kFloat);
+  const float weight = half == 0 ? weights.x : weights.y;
 #pragma unroll
   for (int j = 0; j < Shape::kRows / 8; ++j) {
     const float2 row = load_shared_pair(scales + (8 * j + f.token0) * kFloat);
 #pragma unroll
     for (int i = 4 * j; i < 4 * j + 4; ++i) {
-      const float products = first[i] * weight.x + second[i] * weight.y;
-      totals[i] += products * (i % 2 == 0 ? row.x : row.y);
+      totals[i] += sums[i] * ((i % 2 == 0 ? row.x : row.y) * weight);
     }
+  }
+}
+
+// Both halves at once where registers allow it; else in a loop, which unrolled would need more.
+template <class Shape>
+__device__ __forceinline__ void multiply_halves(const StageMemory<Shape>& memory, int stage,
+                                                const Fragment& f,
+                                                float (&totals)[Shape::kRows / 2]) {
+  constexpr int kHalves = 2;
+  constexpr int kAtOnce = Shape::kRows <= 64 ? kHalves : 1;
+  const SharedAddress weights = memory.weights(stage) + f.group * kWeightBytes;
+  const SharedAddress rows = memory.rows(stage);
+#pragma unroll 1
+  for (int first = 0; first < kHalves; first += kAtOnce) {
+    float sums[kAtOnce][Shape::kRows / 2];
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int at = (first + i) * kStageValues / kHalves;
+      multiply<Shape::kRows, 2>(weights + at, rows + at, sums[i]);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) hold_all(sums[i]);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) add_half(memory, stage, first + i, f, sums[i], totals);
   }
 }
 
@@ -153,7 +179,7 @@ __device__ __forceinline__ void add_halves(const StageMemory<Shape>& memory, int
 template <class Shape>
 __device__ __forceinline__ void multiply_down(const StageMemory<Shape>& memory, const Problem& p,
                                               TaskWalk walk, int turns, const DownArrays& arrays) {
-  const Fragment f(static_cast<int>(threadIdx.x));
+  const Fragment f(static_cast<int>(threadIdx.x), Shape::kGroups);
   RingPlace<Shape::kStages> place;
   Tile tile;
   int part;
@@ -165,22 +191,14 @@ __device__ __forceinline__ void multiply_down(const StageMemory<Shape>& memory, 
     float totals[Shape::kRows / 2] = {};
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
-      const SharedAddress weights = memory.weights(place.stage);
-      const SharedAddress rows = memory.rows(place.stage);
-      float sums[Shape::kRows / 2];
       wait(memory.full(place.stage), place.parity);
-      wgmma_fence();
       if constexpr (Shape::kHasBlocks) {
-        float second[Shape::kRows / 2];
-        multiply<Shape::kRows, 0, 2>(weights, rows, sums);
-        multiply<Shape::kRows, 2, 4>(weights, rows, second);
-        wgmma_commit();
-        wgmma_wait<0>();
-        hold_all(sums);
-        hold_all(second);
-        add_halves<Shape>(memory, place.stage, f, sums, second, totals);
+        multiply_halves(memory, place.stage, f, totals);
       } else {
-        multiply<Shape::kRows>(weights, rows, sums);
+        float sums[Shape::kRows / 2];
+        wgmma_fence();
+        multiply<Shape::kRows>(memory.weights(place.stage) + f.group * kWeightBytes,
+                               memory.rows(place.stage), sums);
         wgmma_commit();
         wgmma_wait<0>();
         hold_all(sums);
@@ -195,7 +213,8 @@ __device__ __forceinline__ void multiply_down(const StageMemory<Shape>& memory, 
 
 // Grid: any number of CTAs, which share the tasks.
 template <int TileRows, Format format>
-__global__ void __launch_bounds__(kThreads, DownShape<TileRows, format>::kCtasOfSm)
+__global__ void __launch_bounds__(DownShape<TileRows, format>::kThreads,
+                                  DownShape<TileRows, format>::kCtasOfSm)
     down_kernel(const __grid_constant__ Problem p, const __grid_constant__ DownArrays arrays,
                 const __grid_constant__ CUtensorMap weight_map,
                 const __grid_constant__ CUtensorMap act_map) {
@@ -204,17 +223,17 @@ __global__ void __launch_bounds__(kThreads, DownShape<TileRows, format>::kCtasOf
   const StageMemory<Shape> memory = stage_memory<Shape>(down_memory);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  if (threadIdx.x == kWeightWarp * kWarpSize) {
+  if (threadIdx.x == Shape::kWeightWarp * kWarpSize) {
     init_stages(memory, Shape::kHasBlocks ? 2 + kWarpSize : 2);
     fence_barrier_init();
   }
   __syncthreads();
-  const TaskWalk walk(arrays.index, nullptr, ceil_div(p.hidden, kWeightRows),
+  const TaskWalk walk(arrays.index, nullptr, ceil_div(p.hidden, Shape::kTaskRows),
                       static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   const int turns = ceil_div(p.inter, kStageValues);
-  if (warp == kWeightWarp) {
+  if (warp == Shape::kWeightWarp) {
     if (elect_one()) copy_down<Shape>(memory, walk, turns, &weight_map);
-  } else if (warp == kRowWarp) {
+  } else if (warp == Shape::kRowWarp) {
     wait_for_previous_kernel();
     let_next_kernel_start();
     if constexpr (Shape::kHasBlocks) {

@@ -22,11 +22,12 @@ constexpr int kPieceGroupBytes = kGroupRows * kPairColumns;  // eight rows of th
 
 template <int TileRows, Format format>
 struct DownPairsShape
-    : StageShape<kPairWeightBytes,
+    : StageShape<1, 2, kPairWeightBytes,
                  (TileRows * kPairColumns + kGroupBytes - 1) / kGroupBytes * kGroupBytes,
-                 format == Format::kBlock ? 2 * TileRows + 4 : 0, 0, 2> {
+                 format == Format::kBlock ? 2 * TileRows + 4 : 0, 0> {
   static constexpr int kRows = TileRows;
   static constexpr bool kHasBlocks = format == Format::kBlock;
+  static constexpr int kTaskRows = kPairRows;
 };
 
 // By the weights' warp, one thread.
@@ -220,7 +221,7 @@ template <class Shape>
 __device__ __forceinline__ void multiply_down_pairs(const StageMemory<Shape>& memory,
                                                     const Problem& p, TaskWalk walk,
                                                     const DownArrays& arrays) {
-  const Fragment f(static_cast<int>(threadIdx.x));
+  const Fragment f(static_cast<int>(threadIdx.x), Shape::kGroups);
   RingPlace<Shape::kStages> place;
   Tile tile;
   int part;
@@ -247,7 +248,8 @@ __device__ __forceinline__ void multiply_down_pairs(const StageMemory<Shape>& me
 
 // Grid: any number of CTAs, which share the tasks.
 template <int TileRows, Format format>
-__global__ void __launch_bounds__(kThreads, DownPairsShape<TileRows, format>::kCtasOfSm)
+__global__ void __launch_bounds__(DownPairsShape<TileRows, format>::kThreads,
+                                  DownPairsShape<TileRows, format>::kCtasOfSm)
     down_pairs_kernel(const __grid_constant__ Problem p, const __grid_constant__ DownArrays arrays,
                       const __grid_constant__ CUtensorMap weight_map,
                       const __grid_constant__ CUtensorMap act_map) {
@@ -256,16 +258,16 @@ __global__ void __launch_bounds__(kThreads, DownPairsShape<TileRows, format>::kC
   const StageMemory<Shape> memory = stage_memory<Shape>(pairs_memory);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  if (threadIdx.x == kWeightWarp * kWarpSize) {
+  if (threadIdx.x == Shape::kWeightWarp * kWarpSize) {
     init_stages(memory, Shape::kHasBlocks ? 2 + kWarpSize : 2);
     fence_barrier_init();
   }
   __syncthreads();
   const TaskWalk walk(arrays.index, nullptr, ceil_div(p.hidden, kPairRows),
                       static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-  if (warp == kWeightWarp) {
+  if (warp == Shape::kWeightWarp) {
     if (elect_one()) copy_pairs<Shape>(memory, walk, &weight_map);
-  } else if (warp == kRowWarp) {
+  } else if (warp == Shape::kRowWarp) {
     wait_for_previous_kernel();
     let_next_kernel_start();
     copy_pair_rows<Shape>(memory, p, walk, arrays, lane, &act_map);

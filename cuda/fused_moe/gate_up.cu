@@ -4,7 +4,6 @@
 #include "fused_moe/gemm.h"
 #include "fused_moe/launch_kernel.h"
 #include "fused_moe/maps.h"
-#include "fused_moe/resident.h"
 
 namespace jax_hpc::fused_moe {
 namespace {
@@ -14,21 +13,13 @@ cudaError_t launch_shape(const Problem& p, const Config& config, const GateUpArr
                          const CUtensorMap& map, bool overlaps_previous, int num_sms,
                          cudaStream_t stream) {
   using Shape = GateUpShape<TileRows, Pieces, format>;
-  const int64_t tasks = max_tiles(p, config) * ceil_div(p.inter, Shape::kColumns * Shape::kTeam);
+  const int64_t tasks = max_tiles(p, config) * ceil_div(p.inter, Shape::kColumns);
   if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
-  LaunchShape shape{.grid = dim3(1),
-                    .threads = kThreads,
-                    .shared_bytes = Shape::kSharedBytes,
-                    .cluster = Shape::kTeam,
-                    .overlaps_previous = overlaps_previous};
-  int teams = Shape::kCtasOfSm * num_sms;
-  if (Shape::kTeam > 1) {
-    const cudaError_t status =
-        count_resident_clusters(gate_up_kernel<TileRows, Pieces, format>, shape, &teams);
-    if (status != cudaSuccess) return status;
-  }
-  const int64_t used = std::max<int64_t>(1, std::min<int64_t>(tasks, teams));
-  shape.grid = dim3(static_cast<unsigned>(used * Shape::kTeam));
+  const auto ctas = static_cast<unsigned>(std::min<int64_t>(tasks, Shape::kCtasOfSm * num_sms));
+  const LaunchShape shape{.grid = dim3(ctas),
+                          .threads = Shape::kThreads,
+                          .shared_bytes = Shape::kSharedBytes,
+                          .overlaps_previous = overlaps_previous};
   return launch_kernel(gate_up_kernel<TileRows, Pieces, format>, shape, stream, p, arrays, map);
 }
 
@@ -52,10 +43,12 @@ cudaError_t launch_gate_up(const Problem& p, const Config& config, const Index& 
   JAX_HPC_CASE(16, 1, kTensor)
   JAX_HPC_CASE(32, 1, kTensor)
   JAX_HPC_CASE(64, 1, kTensor)
+  JAX_HPC_CASE(128, 1, kTensor)
   JAX_HPC_CASE(8, 1, kBlock)
   JAX_HPC_CASE(16, 1, kBlock)
   JAX_HPC_CASE(32, 1, kBlock)
   JAX_HPC_CASE(64, 1, kBlock)
+  JAX_HPC_CASE(128, 1, kBlock)
 #undef JAX_HPC_CASE
   return cudaErrorInvalidValue;
 }

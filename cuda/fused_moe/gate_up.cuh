@@ -2,7 +2,7 @@
 //
 // The 64 weight rows of a product are groups of eight gate rows and the eight up rows that belong
 // to them, in turn: a thread holds gate and up of the same columns of the intermediate, 32 of them
-// to a tile. With four pieces a tile has 8 columns, and the product's four warps each multiply
+// to a warpgroup. With four pieces it has 8 columns, and the product's four warps each multiply
 // another piece of the hidden axis, with the tokens' rows of that piece.
 #pragma once
 
@@ -35,38 +35,45 @@ __device__ __forceinline__ void add_products(const StageMemory<Shape>& memory, i
   }
 }
 
-// The products of a stage, added to the totals. The tensor cores' sums keep 13 bits behind the
-// largest term's first: of 128 values that moves one in 100 results to the other side of a rounding
-// to e4m3, of 32 one in 300. So every 32 values have a sum of their own, and are added up in
-// float32; as many side by side as registers allow.
+// How the 128 values of a stage are summed. The tensor cores' sums keep 13 bits behind the largest
+// term's first: of 128 values that moves one in 100 results to the other side of a rounding to
+// e4m3, of 32 one in 300. So a sum of theirs has one step of 32 values, or two where float32's
+// additions would take longer than the products, and float32 adds the sums up. As many of them
+// stand side by side as registers allow.
+template <class Shape>
+struct Summing {
+  static constexpr int kSteps = 4;
+  static constexpr bool kIsLarge = Shape::kRows == 128;
+  static constexpr int kFollowing = kIsLarge || (Shape::kHasBlocks && Shape::kRows >= 32) ? 2 : 1;
+  static constexpr int kAtOnce = Shape::kRows <= 16 ? kSteps : kIsLarge ? 1 : 2;
+};
+
+// The products of a stage, added to the totals.
 template <class Shape>
 __device__ __forceinline__ void multiply_stage(const StageMemory<Shape>& memory, int stage,
                                                const Fragment& f,
                                                float (&totals)[Shape::kRows / 2]) {
-  constexpr int kSteps = 4;
-  constexpr int kAtOnce = Shape::kRows <= 16                        ? kSteps
-                          : Shape::kRows == 32 && Shape::kHasBlocks ? 1
-                                                                    : 2;
-  const uint32_t a = swizzled_tile(memory.weights(stage));
+  using S = Summing<Shape>;
+  const uint32_t a = swizzled_tile(memory.weights(stage) + f.group * kWeightBytes);
   const uint32_t b = swizzled_tile(memory.rows(stage));
 #pragma unroll
-  for (int first = 0; first < kSteps; first += kAtOnce) {
-    float sums[kAtOnce][Shape::kRows / 2];
+  for (int first = 0; first < S::kSteps; first += S::kAtOnce * S::kFollowing) {
+    float sums[S::kAtOnce][Shape::kRows / 2];
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {  // 32 values are two units of a descriptor
-      const int units = 2 * (first + i);
-      WgmmaE4m3<Shape::kRows>::multiply(sums[i], descriptor(a + units), descriptor(b + units),
-                                        false);
+    for (int i = 0; i < S::kAtOnce * S::kFollowing; ++i) {
+      const int units = 2 * (first + i);  // of a descriptor
+      WgmmaE4m3<Shape::kRows>::multiply(sums[i / S::kFollowing], descriptor(a + units),
+                                        descriptor(b + units), i % S::kFollowing > 0);
     }
     wgmma_commit();
     wgmma_wait<0>();
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) hold_all(sums[i]);
+    for (int i = 0; i < S::kAtOnce; ++i) hold_all(sums[i]);
 #pragma unroll
     for (int i = 0; i < Shape::kRows / 2; ++i) {
-      if constexpr (kAtOnce >= 2) sums[0][i] += sums[1][i];
-      if constexpr (kAtOnce == 4) sums[0][i] += sums[2][i] + sums[3][i];
+      if constexpr (S::kAtOnce >= 2) sums[0][i] += sums[1][i];
+      if constexpr (S::kAtOnce == 4) sums[0][i] += sums[2][i] + sums[3][i];
     }
     add_products<Shape>(memory, stage, f, sums[0], totals);
   }
@@ -91,7 +98,7 @@ template <class Shape>
 __device__ __forceinline__ void multiply_tensor(const StageMemory<Shape>& memory, const Problem& p,
                                                 TaskWalk walk, int turns,
                                                 const GateUpArrays& arrays) {
-  const Fragment f(static_cast<int>(threadIdx.x));
+  const Fragment f(static_cast<int>(threadIdx.x), Shape::kGroups);
   RingPlace<Shape::kStages> place;
   Tile tile;
   int part;
@@ -99,7 +106,7 @@ __device__ __forceinline__ void multiply_tensor(const StageMemory<Shape>& memory
     const TensorScales scales(arrays.weights, tile.expert);
     float totals[Shape::kRows / 2] = {};
     multiply_turns<Shape>(memory, turns, f, place, totals);
-    const int column0 = part * Shape::kColumns;
+    const int column0 = part * Shape::kColumns + f.group * Shape::kGroupColumns;
     if constexpr (Shape::kPieces > 1) {
       write_pieces<Shape>(memory, p, arrays.rows, tile, scales, column0, f, task % 2, totals);
     } else {
@@ -108,34 +115,31 @@ __device__ __forceinline__ void multiply_tensor(const StageMemory<Shape>& memory
   }
 }
 
-// By the consumers, of block scales. A task's results are written in the middle of the next one.
+// By the consumers, of block scales.
 template <class Shape>
 __device__ __forceinline__ void multiply_block(const StageMemory<Shape>& memory, const Problem& p,
-                                               TaskWalk walk, int member, int turns,
+                                               TaskWalk walk, int turns,
                                                const GateUpArrays& arrays) {
-  const Fragment f(static_cast<int>(threadIdx.x));
-  const int turns_before = turns / 2;
+  const Fragment f(static_cast<int>(threadIdx.x), Shape::kGroups);
   RingPlace<Shape::kStages> place;
-  Unscaled<Shape> last;
   Tile tile;
   int part;
-  int task = 0;
-  for (; walk.next(tile, part); ++task) {
+  while (walk.next(tile, part)) {
     float totals[Shape::kRows / 2] = {};
-    multiply_turns<Shape>(memory, turns_before, f, place, totals);
-    if (task > 0) write_scaled(memory, p, arrays.rows, f, member, last);
-    multiply_turns<Shape>(memory, turns - turns_before, f, place, totals);
-    last.tile = tile;
-    last.part = part;
-    last.task = task;
-    send_magnitudes<Shape>(memory, f, member, totals, last);
+    multiply_turns<Shape>(memory, turns, f, place, totals);
+    leave_unscaled<Shape>(p, arrays.rows, tile,
+                          part * Shape::kColumns + f.group * Shape::kGroupColumns, f, totals);
+    const int group = part / Shape::kScaleParts;
+    if (is_last_of_group(memory, p, arrays.rows, tile, group)) {
+      quantize_group<Shape>(p, arrays.rows, tile, group, f);
+    }
   }
-  if (task > 0) write_scaled(memory, p, arrays.rows, f, member, last);
 }
 
-// Grid: any number of teams, which share the tasks.
+// Grid: any number of CTAs, which share the tasks.
 template <int TileRows, int Pieces, Format format>
-__global__ void __launch_bounds__(kThreads, GateUpShape<TileRows, Pieces, format>::kCtasOfSm)
+__global__ void __launch_bounds__(GateUpShape<TileRows, Pieces, format>::kThreads,
+                                  GateUpShape<TileRows, Pieces, format>::kCtasOfSm)
     gate_up_kernel(const __grid_constant__ Problem p, const __grid_constant__ GateUpArrays arrays,
                    const __grid_constant__ CUtensorMap map) {
   using Shape = GateUpShape<TileRows, Pieces, format>;
@@ -149,36 +153,26 @@ __global__ void __launch_bounds__(kThreads, GateUpShape<TileRows, Pieces, format
   if (few != nullptr && warp == 0) {
     sort_few(p, TileRows, arrays.index.topk_ids, arrays.index.expert_offset, lane, *few);
   }
-  if (threadIdx.x == kWeightWarp * kWarpSize) {
+  if (threadIdx.x == Shape::kWeightWarp * kWarpSize) {
     init_stages(memory, 1 + kWarpSize);
-    if constexpr (Shape::kHasBlocks) {
-      init_barrier(memory.extra() + Shape::kExchangeAt, 1);
-      init_barrier(memory.extra() + Shape::kExchangeAt + 8, 1);
-    }
     fence_barrier_init();
   }
   __syncthreads();
-  if constexpr (Shape::kTeam > 1) {
-    cluster_arrive_relaxed();
-    cluster_wait();
-  }
   // Weights, and the index of few pairs, do not depend on the kernel before. Tokens do.
-  if (few == nullptr || warp == kRowWarp) {
+  if (few == nullptr || warp == Shape::kRowWarp) {
     wait_for_previous_kernel();
     let_next_kernel_start();
   }
-  const int member = Shape::kTeam > 1 ? static_cast<int>(cluster_rank()) : 0;
-  const TaskWalk walk(arrays.index, few, ceil_div(p.inter, Shape::kColumns * Shape::kTeam),
-                      static_cast<int>(blockIdx.x) / Shape::kTeam,
-                      static_cast<int>(gridDim.x) / Shape::kTeam);
+  const TaskWalk walk(arrays.index, few, ceil_div(p.inter, Shape::kColumns),
+                      static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   const int turns = ceil_div(p.hidden, Shape::kTurnValues);
-  if (warp == kWeightWarp) {
-    if (elect_one()) copy_gate_up<Shape>(memory, p, walk, member, turns, &map);
-  } else if (warp == kRowWarp) {
-    copy_rows<Shape>(memory, p, walk, member, turns, arrays, few, lane);
+  if (warp == Shape::kWeightWarp) {
+    if (elect_one()) copy_gate_up<Shape>(memory, p, walk, turns, &map);
+  } else if (warp == Shape::kRowWarp) {
+    copy_rows<Shape>(memory, p, walk, turns, arrays, few, lane);
   } else {
     if constexpr (Shape::kHasBlocks) {
-      multiply_block<Shape>(memory, p, walk, member, turns, arrays);
+      multiply_block<Shape>(memory, p, walk, turns, arrays);
     } else {
       multiply_tensor<Shape>(memory, p, walk, turns, arrays);
     }

@@ -8,17 +8,16 @@ namespace jax_hpc::fused_moe {
 // By the weights' warp, one thread.
 template <class Shape>
 __device__ __forceinline__ void copy_gate_up(const StageMemory<Shape>& memory, const Problem& p,
-                                             TaskWalk walk, int member, int turns,
-                                             const CUtensorMap* map) {
+                                             TaskWalk walk, int turns, const CUtensorMap* map) {
   RingPlace<Shape::kStages> place;
   Tile tile;
   int part;
   while (walk.next(tile, part)) {
-    const int first = (part * Shape::kTeam + member) * Shape::kColumns;
+    const int first = part * Shape::kColumns;
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
       wait(memory.empty(place.stage), place.parity ^ 1);
-      arrive_expecting(memory.full(place.stage), kWeightBytes);
+      arrive_expecting(memory.full(place.stage), Shape::kRowsAt);
       if constexpr (Shape::kPieces == 1) {
         copy_weights(memory.weights(place.stage), map, memory.full(place.stage),
                      turn * kStageValues, 0, 0, first / kGroupRows, tile.expert);
@@ -140,15 +139,14 @@ class RowCopies {
 // By the rows' warp.
 template <class Shape>
 __device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, const Problem& p,
-                                          TaskWalk walk, int member, int turns,
-                                          const GateUpArrays& arrays, const FewPairs* few,
-                                          int lane) {
+                                          TaskWalk walk, int turns, const GateUpArrays& arrays,
+                                          const FewPairs* few, int lane) {
   RowCopies<Shape> copies(memory, p, arrays, few, lane);
   RingPlace<Shape::kStages> place;
   Tile tile;
   int part;
   while (walk.next(tile, part)) {
-    copies.start_task(tile, (part * Shape::kTeam + member) * Shape::kColumns);
+    copies.start_task(tile, part * Shape::kColumns);
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
       wait(memory.empty(place.stage), place.parity ^ 1);

@@ -64,9 +64,9 @@ __device__ __forceinline__ void write_pieces(const StageMemory<Shape>& memory, c
   }
   constexpr int kVector = int{sizeof(float4)};
   const SharedAddress place =
-      memory.extra() + Shape::kExchangeAt + (turn * kConsumers + f.lane) * kVector;
+      memory.extra() + Shape::kExchangeAt + (turn * kWarpgroup + f.lane) * kVector;
   store_shared(place + f.warp * kWarpSize * kVector, own);
-  sync_threads<kConsumers>(1);
+  sync_threads<kWarpgroup>(1);
   if (f.warp > 0) return;
   float4 sum = own;
 #pragma unroll
@@ -82,90 +82,78 @@ __device__ __forceinline__ void write_pieces(const StageMemory<Shape>& memory, c
                {scales.act_reciprocal, scales.act_reciprocal});
 }
 
-// Dynamic scales: every warp sends its tokens' largest magnitudes to the four CTAs whose columns
-// share a scale, which find the same scale from them. Nobody waits for the others' at once: the
-// products of the next task come first.
+// Dynamic scales: a task leaves its columns in float32, and the last of the tasks that share scales
+// finds these and quantises the columns of all. No task waits for another.
 template <class Shape>
-struct Unscaled {
-  float act[Shape::kRows / 4];  // of each 8 tokens two, Fragment::token0 and the next
-  Tile tile;
-  int part;
-  int task;
-};
-
-// Two places alternate between tasks: a warp sends the magnitudes of the next task but one only
-// after it has those of the next from all warps, which have read the last ones by then.
-template <class Shape>
-__device__ __forceinline__ SharedAddress exchange_barrier(const StageMemory<Shape>& memory,
-                                                          int task) {
-  return memory.extra() + Shape::kExchangeAt + task % 2 * 8;
-}
-template <class Shape>
-__device__ __forceinline__ SharedAddress magnitudes(const StageMemory<Shape>& memory, int task) {
-  return memory.extra() + Shape::kMagnitudesAt + task % 2 * Shape::kMagnitudeBytes;
-}
-
-template <class Shape>
-__device__ __forceinline__ void send_magnitudes(const StageMemory<Shape>& memory, const Fragment& f,
-                                                int member, const float (&totals)[Shape::kRows / 2],
-                                                Unscaled<Shape>& unscaled) {
-  constexpr int kFloat = int{sizeof(float)};
-  const SharedAddress barrier = exchange_barrier(memory, unscaled.task);
-  if (f.warp == 0 && f.lane == 0) arrive_expecting(barrier, Shape::kMagnitudeBytes);
-  __syncwarp();  // all its lanes have read the last ones
-  // Lanes of rows 0 to 3 send to one CTA each.
-  const auto peer = static_cast<uint32_t>(f.row % kScaleTeam);
-  const int sender = member * (kConsumers / kWarpSize) + f.warp;
-  const SharedAddress to = address_in_cluster(
-      magnitudes(memory, unscaled.task) + (sender * Shape::kTileRows + f.token0) * kFloat, peer);
-  const SharedAddress barrier_there = address_in_cluster(barrier, peer);
-#pragma unroll
-  for (int j = 0; j < Shape::kRows / 8; ++j) {
-    const float2 act = {silu_times(totals[4 * j], totals[4 * j + 2]),
-                        silu_times(totals[4 * j + 1], totals[4 * j + 3])};
-    unscaled.act[2 * j] = act.x;
-    unscaled.act[2 * j + 1] = act.y;
-    float2 most = {fabsf(act.x), fabsf(act.y)};
-#pragma unroll
-    for (int distance = 4; distance < kWarpSize; distance *= 2) {
-      most.x = larger_magnitude(most.x, __shfl_xor_sync(0xffffffff, most.x, distance));
-      most.y = larger_magnitude(most.y, __shfl_xor_sync(0xffffffff, most.y, distance));
-    }
-    if (f.row < kScaleTeam) send(to + 8 * j * kFloat, most, barrier_there);
-  }
-}
-
-template <class Shape>
-__device__ __forceinline__ void write_scaled(const StageMemory<Shape>& memory, const Problem& p,
-                                             const RowBuffers& rows, const Fragment& f, int member,
-                                             const Unscaled<Shape>& unscaled) {
-  constexpr int kFloat = int{sizeof(float)};
-  wait_for_cluster(exchange_barrier(memory, unscaled.task),
-                   static_cast<uint32_t>(unscaled.task / 2 % 2));
-  const SharedAddress from = magnitudes(memory, unscaled.task);
-  const Tile& tile = unscaled.tile;
-  const int column0 = (unscaled.part * kScaleTeam + member) * Shape::kColumns;
+__device__ __forceinline__ void leave_unscaled(const Problem& p, const RowBuffers& rows,
+                                               const Tile& tile, int column0, const Fragment& f,
+                                               const float (&totals)[Shape::kRows / 2]) {
   const int column = column0 + f.warp * kGroupRows + f.row;
-  const int groups = ceil_div(p.inter, kBlock);
+  if (column >= p.inter) return;
+  float* to = static_cast<float*>(rows.outputs) +
+              static_cast<int64_t>(tile.first_row + f.token0) * p.inter + column;
 #pragma unroll
   for (int j = 0; j < Shape::kRows / 8; ++j) {
     const int token = 8 * j + f.token0;
-    float2 most = {0.0f, 0.0f};
+    float* at = to + static_cast<int64_t>(8 * j) * p.inter;
+    if (token < tile.rows) at[0] = silu_times(totals[4 * j], totals[4 * j + 2]);
+    if (token + 1 < tile.rows) at[p.inter] = silu_times(totals[4 * j + 1], totals[4 * j + 3]);
+  }
+}
+
+// True in all consumers if no other task of the group is missing.
+template <class Shape>
+__device__ __forceinline__ bool is_last_of_group(const StageMemory<Shape>& memory, const Problem& p,
+                                                 const RowBuffers& rows, const Tile& tile,
+                                                 int group) {
+  const SharedAddress place = memory.extra() + Shape::kExchangeAt;
+  sync_threads<Shape::kGroups * kWarpgroup>(1);
+  if (threadIdx.x == 0) {
+    const int parts =
+        min(Shape::kScaleParts, ceil_div(p.inter, Shape::kColumns) - group * Shape::kScaleParts);
+    const unsigned before = count_arrival(
+        rows.arrivals + static_cast<int64_t>(tile.number) * ceil_div(p.inter, kBlock) + group);
+    store_shared_word(place, before + 1 == static_cast<unsigned>(parts) ? 1 : 0);
+  }
+  sync_threads<Shape::kGroups * kWarpgroup>(1);
+  return load_shared_word(place) != 0;
+}
+
+// A warp takes every fourth or eighth row, of which a lane has four columns.
+template <class Shape>
+__device__ __forceinline__ void quantize_group(const Problem& p, const RowBuffers& rows,
+                                               const Tile& tile, int group, const Fragment& f) {
+  constexpr int kWarps = Shape::kGroups * kGroupWarps;
+  constexpr int kAtOnce = 4;  // rows whose reads are under way
+  const int column = group * kBlock + f.lane * 4;
+  const bool has_columns = column < p.inter;
+  const int groups = ceil_div(p.inter, kBlock);
+  const auto* from = static_cast<const float*>(rows.outputs) + column;
+  auto* to = static_cast<uint8_t*>(rows.act) + column;
+#pragma unroll 1
+  for (int first = f.group * kGroupWarps + f.warp; first < tile.rows; first += kAtOnce * kWarps) {
+    float4 act[kAtOnce] = {};
 #pragma unroll
-    for (int i = 0; i < kSenders; ++i) {
-      const float2 one = load_shared_pair(from + (i * Shape::kTileRows + token) * kFloat);
-      most = {larger_magnitude(most.x, one.x), larger_magnitude(most.y, one.y)};
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t row = tile.first_row + first + i * kWarps;
+      if (has_columns && first + i * kWarps < tile.rows) act[i] = load_float4(from + row * p.inter);
     }
-    const float2 scale = {scale_of_largest(most.x), scale_of_largest(most.y)};
-    if (member == 0 && f.warp == 0 && f.row == 0) {
-      float* out =
-          rows.act_scale + static_cast<int64_t>(tile.first_row + token) * groups + unscaled.part;
-      if (token < tile.rows) out[0] = scale.x;
-      if (token + 1 < tile.rows) out[groups] = scale.y;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t row = tile.first_row + first + i * kWarps;
+      float most = larger_magnitude(larger_magnitude(act[i].x, act[i].y),
+                                    larger_magnitude(act[i].z, act[i].w));
+#pragma unroll
+      for (int distance = 1; distance < kWarpSize; distance *= 2) {
+        most = larger_magnitude(most, __shfl_xor_sync(0xffffffff, most, distance));
+      }
+      if (first + i * kWarps >= tile.rows) continue;
+      const float scale = scale_of_largest(most);
+      if (f.lane == 0) rows.act_scale[row * groups + group] = scale;
+      if (!has_columns) continue;
+      *reinterpret_cast<uint32_t*>(to + row * p.inter) =
+          pack_fp8(act[i].x, act[i].y, act[i].z, act[i].w, 1.0f / scale);
     }
-    if (column >= p.inter) continue;
-    write_column(p, rows, tile, token, column, {unscaled.act[2 * j], unscaled.act[2 * j + 1]},
-                 {1.0f / scale.x, 1.0f / scale.y});
   }
 }
 

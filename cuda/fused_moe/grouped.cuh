@@ -2,9 +2,9 @@
 // product of a stage.
 //
 // Weights are the 64 rows of the tensor cores' product, tokens its columns, so that few tokens
-// waste little. One warp copies weights, one the rows of tokens, four multiply; several CTAs share
-// an SM, and while one ends a task, the others' copies are under way. A CTA's ring runs on across
-// its tasks.
+// waste little. One warp copies weights, one the rows of tokens, and one or two warpgroups
+// multiply, each 64 weight rows of its own. With small tiles several CTAs share an SM, and
+// while one ends a task, the others' copies are under way. A CTA's ring runs on across its tasks.
 #pragma once
 
 #include "common/launch.h"
@@ -16,10 +16,7 @@
 
 namespace jax_hpc::fused_moe {
 
-constexpr int kConsumers = kWarpgroup;
-constexpr int kWeightWarp = kConsumers / kWarpSize;
-constexpr int kRowWarp = kWeightWarp + 1;
-constexpr int kThreads = (kRowWarp + 1) * kWarpSize;
+constexpr int kGroupWarps = kWarpgroup / kWarpSize;
 
 // A stage of either product: 128 values of 64 weight rows, and of up to `Rows` rows of tokens,
 // swizzled by 128 bytes.
@@ -27,11 +24,16 @@ constexpr int kStageValues = 128;
 constexpr int kGroupRows = 8;  // rows of a swizzled group
 constexpr int kGroupBytes = kGroupRows * kStageValues;
 constexpr int kWeightRows = 64;
-constexpr int kWeightBytes = kWeightRows * kStageValues;
+constexpr int kWeightBytes = kWeightRows * kStageValues;  // of a warpgroup
 
-// Scales: floats that come with a stage. ExtraBytes: what the kernel needs beside the ring.
-template <int WeightBytes, int RowBytes, int Scales, int ExtraBytes, int CtasOfSm>
+// Groups: warpgroups that multiply. Scales: floats that come with a stage. ExtraBytes: what the
+// kernel needs beside the ring.
+template <int Groups, int CtasOfSm, int WeightBytes, int RowBytes, int Scales, int ExtraBytes>
 struct StageShape {
+  static constexpr int kGroups = Groups;
+  static constexpr int kWeightWarp = Groups * kGroupWarps;
+  static constexpr int kRowWarp = kWeightWarp + 1;
+  static constexpr int kThreads = (kRowWarp + 1) * kWarpSize;
   static constexpr int kCtasOfSm = CtasOfSm;
   static constexpr int kRowsAt = WeightBytes;
   static constexpr int kStageBytes = WeightBytes + RowBytes;
@@ -48,9 +50,13 @@ struct StageShape {
   static_assert(kStages >= 3);
 };
 
-template <int Rows, int Scales, int ExtraBytes>
+// As many as registers allow.
+constexpr int ctas_of_sm(int tile_rows) { return tile_rows <= 32 ? 3 : tile_rows <= 64 ? 2 : 1; }
+
+template <int Rows, int TileRows, int Scales, int ExtraBytes>
 struct SquareStageShape
-    : StageShape<kWeightBytes, Rows * kStageValues, Scales, ExtraBytes, Rows <= 32 ? 3 : 2> {
+    : StageShape<warpgroups_of(TileRows), ctas_of_sm(TileRows),
+                 warpgroups_of(TileRows) * kWeightBytes, Rows * kStageValues, Scales, ExtraBytes> {
   static constexpr int kRows = Rows;
 };
 
@@ -103,23 +109,22 @@ __device__ __forceinline__ void init_stages(const StageMemory<Shape>& memory,
 #pragma unroll
   for (int i = 0; i < Shape::kStages; ++i) {
     init_barrier(memory.full(i), arrivals_to_fill);
-    init_barrier(memory.empty(i), kConsumers / kWarpSize);
+    init_barrier(memory.empty(i), Shape::kGroups * kGroupWarps);
   }
 }
 
-// Tasks are numbered tile by tile, `parts` to a tile. A team (a CTA or a cluster) takes every
-// `teams`-th. The tile of the next task is read one task ahead. `few`, if not null, holds the
-// index.
+// Tasks are numbered tile by tile, `parts` to a tile, and a CTA takes every `ctas`-th. The tile of
+// the next task is read one task ahead. `few`, if not null, holds the index.
 class TaskWalk {
  public:
-  __device__ __forceinline__ TaskWalk(const Index& index, const FewPairs* few, int parts, int team,
-                                      int teams)
+  __device__ __forceinline__ TaskWalk(const Index& index, const FewPairs* few, int parts, int cta,
+                                      int ctas)
       : tiles_(index.tiles),
         few_(few),
         parts_(static_cast<unsigned>(parts)),
-        teams_(static_cast<unsigned>(teams)),
-        task_(static_cast<unsigned>(team)) {
-    // Together with the number of tiles: the host starts no team whose first tile could not exist.
+        ctas_(static_cast<unsigned>(ctas)),
+        task_(static_cast<unsigned>(cta)) {
+    // Together with the number of tiles: the host starts no CTA whose first tile could not exist.
     read_next();
     const int tiles = few_ != nullptr ? few_->num_tiles : load_int(index.header);
     tasks_ = static_cast<unsigned>(tiles) * parts_;
@@ -129,7 +134,7 @@ class TaskWalk {
     if (task_ >= tasks_) return false;
     tile = next_tile_;
     part = next_part_;
-    task_ += teams_;
+    task_ += ctas_;
     if (task_ < tasks_) read_next();
     return true;
   }
@@ -139,12 +144,13 @@ class TaskWalk {
     const unsigned number = task_ / parts_;
     next_part_ = static_cast<int>(task_ - number * parts_);
     next_tile_ = few_ != nullptr ? few_->tiles[number] : load_tile(tiles_ + number);
+    next_tile_.number = static_cast<int>(number);
   }
 
   const Tile* tiles_;
   const FewPairs* few_;
   unsigned parts_;
-  unsigned teams_;
+  unsigned ctas_;
   unsigned task_;
   unsigned tasks_;  // the host sees to it that they fit
   Tile next_tile_{};
@@ -153,14 +159,14 @@ class TaskWalk {
 
 // sums = weights times rows of a stage, and waits for it. A fresh sum for each stage, since the
 // tensor cores keep 14 bits of it: the caller adds stages up in float32.
-template <int Rows, int First = 0, int Last = 4>
+template <int Rows, int Steps = 4>
 __device__ __forceinline__ void multiply(SharedAddress weights, SharedAddress rows,
                                          float (&sums)[Rows / 2]) {
   const uint32_t a = swizzled_tile(weights);
   const uint32_t b = swizzled_tile(rows);
 #pragma unroll
-  for (int k = First; k < Last; ++k) {  // 32 values each, two units of a descriptor
-    WgmmaE4m3<Rows>::multiply(sums, descriptor(a + 2 * k), descriptor(b + 2 * k), k > First);
+  for (int k = 0; k < Steps; ++k) {  // 32 values each, two units of a descriptor
+    WgmmaE4m3<Rows>::multiply(sums, descriptor(a + 2 * k), descriptor(b + 2 * k), k > 0);
   }
 }
 
@@ -180,12 +186,17 @@ __device__ __forceinline__ void release(const StageMemory<Shape>& memory, int st
 // A consumer's thread holds, of each 8 tokens, two products of weight row 16 * warp + lane / 4 and
 // two of the row eight below: of tokens 2 * (lane % 4) and the next.
 struct Fragment {
-  int warp;
+  int group;  // warpgroup
+  int warp;   // of it
   int lane;
   int row;     // lane / 4
   int token0;  // 2 * (lane % 4)
-  __device__ __forceinline__ explicit Fragment(int thread)
-      : warp(thread / kWarpSize), lane(thread % kWarpSize), row(lane / 4), token0(lane % 4 * 2) {}
+  __device__ __forceinline__ Fragment(int thread, int groups)
+      : group(groups == 1 ? 0 : thread / kWarpgroup),
+        warp(thread / kWarpSize - group * kGroupWarps),
+        lane(thread % kWarpSize),
+        row(lane / 4),
+        token0(lane % 4 * 2) {}
 };
 
 }  // namespace jax_hpc::fused_moe

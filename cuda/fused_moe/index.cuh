@@ -27,6 +27,7 @@ struct Plan {
   int ctas;
   int rounds;  // pairs of a thread
   int tile_rows_log2;
+  int64_t arrivals;           // of Workspace, to be zeroed
   uint32_t top_k_reciprocal;  // times 2^31, rounded up: exact for kMostPairs pairs, kMostTopK
 
   Plan(const Problem& p, const Config& config, int threads)
@@ -36,6 +37,8 @@ struct Plan {
         ctas(index_ctas(p)),
         rounds(blocks_of(pairs < kPairsOfCta ? pairs : kPairsOfCta, threads)),
         tile_rows_log2(log2_of(config.tile_rows)),
+        arrivals(p.format == Format::kBlock ? max_tiles(p, config) * blocks_of(p.inter, kBlock)
+                                            : 0),
         top_k_reciprocal(static_cast<uint32_t>(((int64_t{1} << 31) + p.top_k - 1) / p.top_k)) {}
 
   __device__ int token_of(int pair) const {
@@ -55,6 +58,16 @@ __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.
 __device__ __forceinline__ int local_expert(const Plan& plan, int id, int offset) {
   const uint32_t local = static_cast<uint32_t>(id) - static_cast<uint32_t>(offset);
   return id >= offset && local < static_cast<uint32_t>(plan.experts) ? static_cast<int>(local) : -1;
+}
+
+// By the CTAs that index.
+__device__ __forceinline__ void clear_arrivals(const Plan& plan, const Workspace& to) {
+  const int threads = static_cast<int>(blockDim.x);
+#pragma unroll 1
+  for (int64_t i = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x);
+       i < plan.arrivals; i += plan.ctas * threads) {
+    to.rows.arrivals[i] = 0;
+  }
 }
 
 struct Span {

@@ -67,7 +67,7 @@ __device__ __forceinline__ int load_int(const int* from) {
 __device__ __forceinline__ Tile load_tile(const Tile* from) {
   Tile tile;
   asm volatile("ld.global.cg.v4.s32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(tile.expert), "=r"(tile.first_row), "=r"(tile.rows), "=r"(tile.unused)
+               : "=r"(tile.expert), "=r"(tile.first_row), "=r"(tile.rows), "=r"(tile.number)
                : "l"(from)
                : "memory");
   return tile;
@@ -85,6 +85,34 @@ __device__ __forceinline__ void store_shared(SharedAddress to, float4 value) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(value.x), "f"(value.y),
                "f"(value.z), "f"(value.w)
                : "memory");
+}
+
+// Counts what the CTA's threads have written before their last barrier, and returns how many were
+// counted before; these have been written too.
+__device__ __forceinline__ unsigned count_arrival(unsigned* counter) {
+  unsigned before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
+}
+// Past the L1 cache.
+__device__ __forceinline__ float4 load_float4(const float* from) {
+  float4 value;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(from)
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_shared_word(SharedAddress to, unsigned value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+__device__ __forceinline__ unsigned load_shared_word(SharedAddress from) {
+  unsigned value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return value;
 }
 
 // Keeps uses of a register behind the wait for the product that writes it.

@@ -24,6 +24,14 @@ constexpr int64_t num_counts(const Problem& p) {
 }
 // Enough for every Config.
 constexpr int64_t tile_capacity(const Problem& p) { return max_tiles(p, Config{8, 1}); }
+constexpr int64_t num_arrivals(const Problem& p) {
+  return p.format == Format::kBlock ? tile_capacity(p) * blocks_of(p.inter, kBlock) : 0;
+}
+// In bf16: of a row its outputs, or before them its intermediate in float32.
+constexpr int64_t num_outputs(const Problem& p) {
+  const bool has_floats = p.format == Format::kBlock && p.hidden < 2 * p.inter;
+  return num_pairs(p) * (has_floats ? 2 * p.inter : p.hidden);
+}
 
 // What the kernels of a call write for each other. All arrays are 16-byte aligned.
 struct Workspace {

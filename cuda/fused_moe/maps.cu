@@ -6,7 +6,13 @@ namespace jax_hpc::fused_moe {
 namespace {
 
 constexpr uint64_t kRowValues = 128;
-constexpr uint64_t kGroupRows = 8;
+constexpr uint32_t kGroupRows = 8;
+constexpr uint32_t kWarpgroupRows = 64;
+
+// Of weights, of a CTA.
+uint32_t weight_rows(const Config& config) {
+  return static_cast<uint32_t>(warpgroups_of(config.tile_rows)) * kWarpgroupRows;
+}
 
 // One dimension: how many, how many of a box, and bytes from one to the next.
 struct Dimension {
@@ -49,11 +55,12 @@ cudaError_t make_gate_up_map(const Problem& p, const Config& config, const void*
   const Dimension gate_or_up{2, 2, inter * hidden};
   const Dimension expert{experts, 1, 2 * inter * hidden};
   if (config.gate_up_pieces == 1) {
-    const Dimension dimensions[] = {{hidden, kRowValues, 1},
-                                    {kGroupRows, kGroupRows, hidden},
-                                    gate_or_up,
-                                    {inter / kGroupRows, 4, kGroupRows * hidden},
-                                    expert};
+    const Dimension dimensions[] = {
+        {hidden, kRowValues, 1},
+        {kGroupRows, kGroupRows, hidden},
+        gate_or_up,
+        {inter / kGroupRows, weight_rows(config) / (2 * kGroupRows), kGroupRows * hidden},
+        expert};
     return encode(gate_up, dimensions, map);
   }
   if (p.hidden % static_cast<int>(kRowValues) != 0) return cudaErrorInvalidValue;
@@ -66,12 +73,12 @@ cudaError_t make_gate_up_map(const Problem& p, const Config& config, const void*
   return encode(gate_up, dimensions, map);
 }
 
-cudaError_t make_down_map(const Problem& p, const void* down, CUtensorMap* map) {
-  constexpr uint32_t kTaskRows = 64;
+cudaError_t make_down_map(const Problem& p, const Config& config, const void* down,
+                          CUtensorMap* map) {
   const auto hidden = static_cast<uint64_t>(p.hidden);
   const auto inter = static_cast<uint64_t>(p.inter);
   const Dimension dimensions[] = {{inter, kRowValues, 1},
-                                  {hidden, kTaskRows, inter},
+                                  {hidden, weight_rows(config), inter},
                                   {static_cast<uint64_t>(p.experts), 1, hidden * inter}};
   return encode(down, dimensions, map);
 }

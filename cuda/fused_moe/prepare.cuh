@@ -27,6 +27,7 @@ __global__ __launch_bounds__(kWarps* kWarpSize) void prepare_kernel(
     quantize<kPerGroup>(p, a, static_cast<int>(blockIdx.x) - 1);
     return;
   }
+  clear_arrivals(plan, a.workspace);
   if (plan.pairs <= kWarpSize) {
     if (warp_index() == 0) index_few(plan, a);
     return;
@@ -56,6 +57,7 @@ __global__ __launch_bounds__(kLargeWarps* kWarpSize) void count_kernel(
     quantize<kPerGroup>(p, a, cta - plan.ctas);
     return;
   }
+  clear_arrivals(plan, a.workspace);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread < plan.words) counts[thread] = 0;
   __syncthreads();

@@ -21,6 +21,8 @@ using Bytes = std::vector<uint8_t>;
 using Floats = std::vector<float>;
 using Doubles = std::vector<double>;
 
+constexpr double kHalfBf16 = 0x1p-8;  // of a value: what rounding to bf16 moves it by at most
+
 enum class Routing {
   kUniform,
   kSkewed,     // most choices are one of two experts
@@ -76,9 +78,19 @@ inline Floats uniform(size_t size, float low, float high, uint32_t seed) {
   return values;
 }
 
-inline Bytes normal_fp8(size_t size, float deviation, uint32_t seed) {
+// Normal values of deviation 60, drawn from a table: the weights of some layers are many millions.
+inline Bytes normal_fp8(size_t size, uint32_t seed) {
+  constexpr int kLog2 = 14;
+  static const Bytes table = [] {
+    Bytes drawn(size_t{1} << kLog2);
+    for (size_t i = 0; i < drawn.size(); ++i) drawn[i] = to_fp8(60 * normal(i, 1));
+    return drawn;
+  }();
   Bytes values(size);
-  for (size_t i = 0; i < size; ++i) values[i] = to_fp8(deviation * normal(i, seed));
+  const uint32_t start = mix(seed);
+  for (size_t i = 0; i < size; ++i) {
+    values[i] = table[mix(static_cast<uint32_t>(i) + start) >> (32 - kLog2)];
+  }
   return values;
 }
 
@@ -121,7 +133,7 @@ inline Inputs make_inputs(const Setup& setup, uint32_t seed) {
     in.x.push_back(to_bf16(is_nan ? NAN : is_zero ? 0.0f : normal(i, seed)));
     in.shared.push_back(to_bf16(normal(i, seed + 1)));
   }
-  in.x_fp8 = normal_fp8(values, 60, seed + 2);
+  in.x_fp8 = normal_fp8(values, seed + 2);
   in.x_scale = uniform(groups, 0.01f, 0.02f, seed + 3);
   for (int64_t pair = 0; pair < num_pairs(p); ++pair) {
     in.ids.push_back(id_of(setup, pair, seed + 4));
@@ -132,8 +144,8 @@ inline Inputs make_inputs(const Setup& setup, uint32_t seed) {
   }
   in.identity = uniform(p.tokens, -1.0f, 1.0f, seed + 6);
   const size_t matrix = size_t(p.experts) * p.hidden * p.inter;
-  in.gate_up = normal_fp8(2 * matrix, 60, seed + 7);
-  in.down = normal_fp8(matrix, 60, seed + 8);
+  in.gate_up = normal_fp8(2 * matrix, seed + 7);
+  in.down = normal_fp8(matrix, seed + 8);
   const float of_hidden = 1.0f / (60 * std::sqrt(static_cast<float>(p.hidden)));
   const float of_inter = 1.0f / (60 * std::sqrt(static_cast<float>(p.inter)));
   in.input_scale = {0.0125f};
@@ -174,12 +186,32 @@ inline void quantize_row(const float* values, int size, const float* given_scale
   }
 }
 
+// A sum of e4m3 products, and how far the tensor cores' may be from it. Of the 32 terms that they
+// add at once and the sum so far, each loses what lies 13 bits behind the first bit of the largest:
+// up to 2^-13 of that, 1 / sqrt(3) of it in the mean square. A sum so far has at most the 96 terms
+// of three such steps, so the largest terms' squares of all steps add up to four times all terms'
+// squares at most, but for the chance of signs. Six deviations of 33 losses a step are
+// 6 * sqrt(33 / 3 * 4) * 2^-13 times the root of the terms' squares. What float32 and fast
+// exponentials lose is below a hundredth of that.
+struct Sum {
+  double value = 0;
+  double squares = 0;
+
+  double error() const { return 0.005 * std::sqrt(squares); }
+};
+
+// Values with the errors that are allowed for them.
+struct Sums {
+  Doubles value;
+  Doubles error;
+};
+
 // What every stage must give. Sums are float64, rounded only where an activation is quantised.
 struct Truth {
   std::vector<int> pair_row, row_token, row_expert;
   Quantized x;
+  Sums activation;  // [rows, inter]: SiLU(gate) * up, not yet quantised
   Doubles act;      // [rows, inter], dequantised
-  Doubles outputs;  // [rows, hidden]
   Doubles out;      // [tokens, hidden]
 };
 
@@ -211,16 +243,34 @@ struct Matrix {
 };
 
 // Row `row` of the matrix times the values in `x`, group by group of equal scales.
-inline double product(const Matrix& m, int row, const double* x, const float* table) {
-  double sum = 0;
+inline Sum product(const Matrix& m, int row, const double* x, const float* table) {
+  Sum sum;
   constexpr int kStep = 16;  // divides every block
   for (int first = 0; first < m.columns; first += kStep) {
     double part = 0;
+    double squares = 0;
     const uint8_t* from = m.values + size_t(row) * m.columns + first;
-    for (int i = 0; i < kStep; ++i) part += double{table[from[i]]} * x[first + i];
-    sum += part * m.scale(row, first);
+    for (int i = 0; i < kStep; ++i) {
+      const double term = double{table[from[i]]} * x[first + i];
+      part += term;
+      squares += term * term;
+    }
+    const double scale = m.scale(row, first);
+    sum.value += part * scale;
+    sum.squares += squares * scale * scale;
   }
   return sum;
+}
+
+// SiLU(gate) * up, and by how much it moves where gate and up do.
+inline void push_activation(const Sum& gate, const Sum& up, Sums* to) {
+  const double sigmoid = 1 / (1 + std::exp(-gate.value));
+  const double silu = gate.value * sigmoid;
+  const double slope = sigmoid * (1 + gate.value * (1 - sigmoid));
+  to->value.push_back(silu * up.value);
+  // The slope changes by at most half of what gate moves.
+  const double silu_error = (std::abs(slope) + gate.error() / 2) * gate.error();
+  to->error.push_back(silu_error * (std::abs(up.value) + up.error()) + std::abs(silu) * up.error());
 }
 
 inline void multiply_row(const Setup& setup, const Inputs& in, const float* table, int row,
@@ -244,11 +294,13 @@ inline void multiply_row(const Setup& setup, const Inputs& in, const float* tabl
                     kBlock};
   const Matrix up{values + size, is_block ? scales + blocks : &in.up_scale[expert], p.hidden,
                   row_block, kBlock};
-  Floats activation(p.inter);
+  const size_t first = truth->activation.value.size();
   for (int i = 0; i < p.inter; ++i) {
-    const double g = product(gate, i, x.data(), table);
-    activation[i] = static_cast<float>(g / (1 + std::exp(-g)) * product(up, i, x.data(), table));
+    push_activation(product(gate, i, x.data(), table), product(up, i, x.data(), table),
+                    &truth->activation);
   }
+  const Floats activation(truth->activation.value.begin() + static_cast<std::ptrdiff_t>(first),
+                          truth->activation.value.end());
   Quantized act;
   quantize_row(activation.data(), p.inter, is_block ? nullptr : &in.act_scale[expert], &act);
   for (int i = 0; i < p.inter; ++i) {
@@ -257,46 +309,52 @@ inline void multiply_row(const Setup& setup, const Inputs& in, const float* tabl
 }
 
 // Outputs of the experts [rows, hidden] for some act, which need not be the truth's.
-inline Doubles outputs_of(const Setup& setup, const Inputs& in, const Truth& truth,
-                          const Doubles& act) {
+inline Sums outputs_of(const Setup& setup, const Inputs& in, const Truth& truth,
+                       const Doubles& act) {
   const Problem& p = setup.p;
   const bool is_block = p.format == Format::kBlock;
   const size_t size = size_t(p.inter) * p.hidden;
   const size_t blocks =
       is_block ? size_t(blocks_of(p.inter, p.block_rows)) * blocks_of(p.hidden, kBlock) : 0;
   const Values values;
-  Doubles outputs;
+  Sums outputs;
   for (size_t row = 0; row < truth.row_expert.size(); ++row) {
     const size_t expert = truth.row_expert[row];
     const Matrix down{in.down.data() + expert * size,
                       is_block ? in.down_blocks.data() + expert * blocks : &in.down_scale[expert],
                       p.inter, is_block ? kBlock : 0, is_block ? p.block_rows : 1};
     for (int i = 0; i < p.hidden; ++i) {
-      outputs.push_back(product(down, i, act.data() + row * p.inter, values.of));
+      const Sum sum = product(down, i, act.data() + row * p.inter, values.of);
+      outputs.value.push_back(sum.value);
+      outputs.error.push_back(sum.error() + kHalfBf16 * std::abs(sum.value));
     }
   }
   return outputs;
 }
 
 // The weighted sums of some outputs, which need not be the truth's.
-inline Doubles weighted_sums(const Setup& setup, const Inputs& in, const Truth& truth,
-                             const Doubles& outputs) {
+inline Sums weighted_sums(const Setup& setup, const Inputs& in, const Truth& truth,
+                          const Sums& outputs) {
   const Problem& p = setup.p;
   const int groups = blocks_of(p.hidden, kBlock);
-  Doubles out(size_t(p.tokens) * p.hidden);
-  for (size_t i = 0; i < out.size(); ++i) {
+  Sums out{Doubles(size_t(p.tokens) * p.hidden), Doubles(size_t(p.tokens) * p.hidden)};
+  for (size_t i = 0; i < out.value.size(); ++i) {
     const size_t token = i / p.hidden;
     const size_t column = i % p.hidden;
     for (int k = 0; k < p.top_k; ++k) {
       const size_t pair = token * p.top_k + k;
       if (truth.pair_row[pair] < 0) continue;
-      out[i] += in.topk_weights[pair] * outputs[size_t(truth.pair_row[pair]) * p.hidden + column];
+      const size_t place = size_t(truth.pair_row[pair]) * p.hidden + column;
+      out.value[i] += in.topk_weights[pair] * outputs.value[place];
+      out.error[i] += in.topk_weights[pair] * outputs.error[place];
     }
-    if (!setup.has_addends) continue;
-    const float scale = p.format == Format::kBlock ? in.x_scale[token * groups + column / kBlock]
-                                                   : in.input_scale[0];
-    const double x = setup.x_is_fp8 ? double{from_fp8(in.x_fp8[i])} * scale : from_bf16(in.x[i]);
-    out[i] += from_bf16(in.shared[i]) + in.identity[token] * x;
+    if (setup.has_addends) {
+      const float scale = p.format == Format::kBlock ? in.x_scale[token * groups + column / kBlock]
+                                                     : in.input_scale[0];
+      const double x = setup.x_is_fp8 ? double{from_fp8(in.x_fp8[i])} * scale : from_bf16(in.x[i]);
+      out.value[i] += from_bf16(in.shared[i]) + in.identity[token] * x;
+    }
+    out.error[i] += kHalfBf16 * (std::abs(out.value[i]) + out.error[i]);
   }
   return out;
 }
@@ -319,8 +377,7 @@ inline Truth truth_of(const Setup& setup, const Inputs& in) {
   for (size_t row = 0; row < truth.row_token.size(); ++row) {
     multiply_row(setup, in, values.of, static_cast<int>(row), &truth);
   }
-  truth.outputs = outputs_of(setup, in, truth, truth.act);
-  truth.out = weighted_sums(setup, in, truth, truth.outputs);
+  truth.out = weighted_sums(setup, in, truth, outputs_of(setup, in, truth, truth.act)).value;
   return truth;
 }
 

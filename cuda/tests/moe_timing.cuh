@@ -40,7 +40,7 @@ class LayerTiming {
         x_(kCalls * size_t(p.tokens) * p.hidden),
         quantized_(size_t(p.tokens) * p.hidden),
         act_(num_pairs(p) * p.inter),
-        outputs_(num_pairs(p) * p.hidden),
+        outputs_(fused_moe::num_outputs(p)),
         out_(size_t(p.tokens) * p.hidden),
         scales_(std::vector<float>(scale_count(), 1e-3f)),
         x_scale_(size_t(p.tokens) * fused_moe::blocks_of(p.hidden, fused_moe::kBlock)),
@@ -49,6 +49,7 @@ class LayerTiming {
         offset_(std::vector<int>{0}),
         index_(8 + 4 * fused_moe::tile_capacity(p) + 2 * num_pairs(p) + 64),
         counts_(fused_moe::num_counts(p) + 1),
+        arrivals_(fused_moe::num_arrivals(p) + 1),
         topk_weights_(std::vector<float>(num_pairs(p), 0.125f)) {
     fill_normal<<<256, 256>>>(x_.data(), x_.size(), 1, false);
     for (int set = 0; set < kSets; ++set) {
@@ -130,7 +131,7 @@ class LayerTiming {
                    counts_.data(),
                    quantized_.data(),
                    x_scale_.data(),
-                   {act_.data(), act_scale_.data(), outputs_.data()}};
+                   {act_.data(), act_scale_.data(), outputs_.data(), arrivals_.data()}};
     return a;
   }
 
@@ -143,7 +144,7 @@ class LayerTiming {
   DeviceArray<__nv_bfloat16> outputs_, out_;
   DeviceArray<float> scales_, x_scale_, act_scale_;
   DeviceArray<int> ids_, offset_, index_;
-  DeviceArray<uint32_t> counts_;
+  DeviceArray<uint32_t> counts_, arrivals_;
   DeviceArray<float> topk_weights_;
   std::vector<std::unique_ptr<DeviceArray<uint8_t>>> weights_;
 };

@@ -122,7 +122,7 @@ def test_sizes(rng: np.random.Generator, format: str, hidden: int, inter: int) -
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129])
 def test_rows_of_an_expert(rng: np.random.Generator, format: str, rows: int) -> None:
     """So many for each expert: tiles just full, with one row less and with one more."""
     layer = Layer(format, 2 * rows, 2, 4, 128, 96)
@@ -130,7 +130,7 @@ def test_rows_of_an_expert(rng: np.random.Generator, format: str, rows: int) -> 
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("mean", [2, 3, 4, 8, 9, 10, 20, 21, 22, 23])
+@pytest.mark.parametrize("mean", [2, 3, 4, 8, 9, 10, 20, 21, 22, 23, 49, 50])
 def test_mean_rows_of_an_expert(rng: np.random.Generator, format: str, mean: int) -> None:
     """Uniform routing around the means at which the height of tiles changes."""
     check(draw(rng, Layer(format, 3 * mean, 2, 6, 128, 64)))

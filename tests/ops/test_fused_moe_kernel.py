@@ -1,6 +1,5 @@
 """What fused_moe's kernels are given: the call lowered for a GPU, and what it refuses."""
 
-import contextlib
 import functools
 import re
 from typing import Any
@@ -50,6 +49,12 @@ def block_experts(block_rows: int) -> Fp8BlockExperts:
     )
 
 
+DENSE = DenseExperts(
+    shape(E, 2, INTER, H, dtype=BF16),
+    shape(E, H, INTER, dtype=BF16),
+)
+
+
 def arguments(tokens: int = T, top_k: int = K, hidden: int = H, **changes: Any) -> dict[str, Any]:
     return {
         "x": shape(tokens, hidden, dtype=BF16),
@@ -84,16 +89,30 @@ def result_types(text: str) -> list[str]:
     return re.findall(r"tensor<(\w+)>", text.split("->")[-1])
 
 
-def test_auto_waits_for_a_run_within_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    for takes in (True, False):
-        monkeypatch.setattr(heuristics, "AUTO_TAKES_KERNELS", takes)
-        for implementation, is_kernel in (("auto", takes), ("cuda", True), ("xla", False)):
-            monkeypatch.setattr(_primitive, "_WARNED", set())
-            warned = pytest.warns(FallbackWarning, match="is on trial")
-            held_back = implementation == "auto" and not takes
-            with warned if held_back else contextlib.nullcontext():
-                assert ("fused_moe.v1" in lower(arguments(), implementation)) == is_kernel
+@pytest.mark.parametrize("experts", [tensor_experts(), block_experts(128), block_experts(64)])
+def test_fp8_experts_take_the_kernels(experts: Any) -> None:
+    args = arguments(experts=experts)
+    for implementation, is_kernel in (("auto", True), ("cuda", True), ("xla", False)):
+        assert ("fused_moe.v1" in lower(args, implementation)) == is_kernel
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"experts": DENSE}, "must be Fp8TensorExperts or Fp8BlockExperts, got DenseExperts"),
+        ({"x": shape(T, H)}, "x must be bfloat16 or float8_e4m3fn, got float32"),
+    ],
+    ids=["dense", "float32"],
+)
+def test_auto_says_once_that_there_is_no_kernel(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr(_primitive, "_WARNED", set())
+    with pytest.warns(FallbackWarning, match=words) as warned:
+        for _ in range(2):
             jax.clear_caches()  # or JAX gives the program that it has
+            assert lower(arguments(**changes), "auto") == ""
+    assert len(warned) == 1
 
 
 def test_per_tensor_call() -> None:
@@ -133,8 +152,9 @@ def test_block_call_with_everything(block_rows: int) -> None:
     assert operand_types(text)[6:] == [
         *(f"6x2x{rows}x2xf32", f"6x2x{rows}xf32", "5x2xf32", "5x144xbf16", "5xf32"),
     ]
-    # x is fp8 already: no place for it, nor for its scales.
-    assert result_types(text)[5:] == ["15x208xf8E4M3FN", "15x2xf32", "15x144xbf16"]
+    # x is fp8 already: no place for it, nor for its scales. The outputs' place first holds 208
+    # float32 of each row; two counts for each of seven tiles.
+    assert result_types(text)[5:] == ["15x208xf8E4M3FN", "15x2xf32", "15x416xbf16", "14xui32"]
 
 
 def test_block_call_quantises_x() -> None:
@@ -160,12 +180,6 @@ def test_the_offset_is_an_operand() -> None:
     """One program serves all ranks."""
     lowered = [lower(arguments(expert_offset=offset)) for offset in (0, 24)]
     assert lowered[0] == lowered[1]
-
-
-DENSE = DenseExperts(
-    shape(E, 2, INTER, H, dtype=BF16),
-    shape(E, H, INTER, dtype=BF16),
-)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,5 @@
 """How XLA's form of fused_moe cuts its work, and what the kernels' launch needs."""
 
-AUTO_TAKES_KERNELS = False
-"""Whether "auto" takes the kernels. They are on trial: not all of their checks pass on a GPU, and
-until they do only "cuda" takes them."""
-
 MAX_TILE_ROWS = 128
 _FEWEST_TILE_ROWS = 8
 _PAIRS_OF_CTA = 8192

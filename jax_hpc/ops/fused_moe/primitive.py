@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hpc._primitive import ON_TRIAL, Fold, Kernel, Operator
+from jax_hpc._primitive import Fold, Kernel, Operator
 from jax_hpc.fp8 import BLOCK, E4M3
 from jax_hpc.ops.fused_moe import heuristics, reference, xla
 from jax_hpc.ops.fused_moe.signature import Operands, Params, shape_rule
@@ -89,9 +89,16 @@ def _workspaces(operands: Operands, params: Params) -> Sequence[jax.ShapeDtypeSt
         if is_block:
             spaces.append(array((tokens, _groups(hidden)), jnp.float32))
     spaces.append(array((pairs, inter), E4M3))
-    if is_block:
-        spaces.append(array((pairs, _groups(inter)), jnp.float32))
-    return [*spaces, array((pairs, hidden), jnp.bfloat16)]
+    if not is_block:
+        return [*spaces, array((pairs, hidden), jnp.bfloat16)]
+    groups = _groups(inter)
+    return [
+        *spaces,
+        array((pairs, groups), jnp.float32),
+        # Also float32 [pairs, inter], before the experts' outputs take its place.
+        array((pairs, max(hidden, 2 * inter)), jnp.bfloat16),
+        array((tiles * groups,), jnp.uint32),
+    ]
 
 
 KERNEL = Kernel(
@@ -100,7 +107,6 @@ KERNEL = Kernel(
     attributes=_attributes,
     inputs=_inputs,
     workspaces=_workspaces,
-    held_back=lambda: None if heuristics.AUTO_TAKES_KERNELS else ON_TRIAL,
 )
 
 OPERATOR = Operator(
