@@ -79,8 +79,10 @@ class Consumer {
       if (checked) note_bad(positions, tile, softmax);
       --tile;
       float next_shrink[2];
+      // The largest scores are found while this tile's products run. The exponentials, which
+      // nothing needs before, the compiler moves behind the wait and between what follows: they run
+      // beside the other warpgroup's products, which is faster than holding them before it.
       const bool raised = weigh(full, positions, tile, scores, softmax, next_shrink);
-      softmax.finish();
       wgmma_wait<0>();
       take_sums(sums, shrink, out);
       ProductsOf::pack(scores, weights);

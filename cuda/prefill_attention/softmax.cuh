@@ -105,12 +105,6 @@ class Softmax {
     return raised;
   }
 
-  // The compiler moves probabilities behind the wait for the products that run meanwhile, unless
-  // something before it needs them. Their sum is never below 0, so that nobody sleeps.
-  __device__ __forceinline__ void finish() const {
-    if (fminf(total_[0], total_[1]) < 0) sleep();
-  }
-
   __device__ __forceinline__ void spoil(int r) { total_[r] = NAN; }
 
   // A row that saw no key has no sum. Four lanes share a row.
