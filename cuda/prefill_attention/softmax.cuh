@@ -112,7 +112,7 @@ class Softmax {
     float total = total_[r];
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
-    if (total == 0) return {0, -INFINITY};
+    const bool saw_none = total == 0;
     float base = base_of(r);
     float weight = 1;
     if (sink_logit != nullptr) {
@@ -122,7 +122,8 @@ class Softmax {
       total = fmaf(total, weight, power_of_2(sink - top));
       base = top;
     }
-    return {__fdividef(weight, total), (base + log2f(total)) * kLn2};
+    const Closing closing{__fdividef(weight, total), (base + log2f(total)) * kLn2};
+    return saw_none ? Closing{0, -INFINITY} : closing;
   }
 
  private:
