@@ -26,9 +26,6 @@ from jax_hpc._checks import check_choice
 from jax_hpc._version import __version__
 from jax_hpc.types import IMPLEMENTATIONS, FallbackWarning
 
-ON_TRIAL = "its kernel is on trial, and implementation='cuda' asks for it"
-"""Why a kernel may be held back."""
-
 Form = Callable[[Any, Any], Any]
 """(operands, params) -> results; operands and results are NamedTuples of arrays or None."""
 
@@ -56,7 +53,6 @@ class Kernel:
     aliases: operand field -> result field, written in place.
     preferred: (operands, params) -> whether "auto" takes the kernel where it could; False where
         XLA's form is measured to be faster.
-    held_back: why only "cuda" takes the kernel for now, or None.
     """
 
     target: str
@@ -66,7 +62,6 @@ class Kernel:
     workspaces: Callable[[Any, Any], Sequence[jax.ShapeDtypeStruct]] = lambda *_: ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     preferred: Callable[[Any, Any], bool] = lambda *_: True
-    held_back: Callable[[], str | None] = lambda: None
 
 
 class Operator:
@@ -174,17 +169,11 @@ class Operator:
             self._warn_once(reason)
             return self._lower_xla(ctx, *values, tree=tree, params=params)
         kernel = cast(Kernel, self.kernel)
-        if implementation == "auto" and not self._auto_takes(kernel, operands, params):
+        if implementation == "auto" and not kernel.preferred(operands, params):
             return self._lower_xla(ctx, *values, tree=tree, params=params)
         _refuse_automatic_sharding(self.name, ctx.module_context.axis_context)
         values_tree = jax.tree.unflatten(tree, values)
         return self._lower_kernel(ctx, kernel, values_tree, operands, params)
-
-    def _auto_takes(self, kernel: Kernel, operands: Any, params: Any) -> bool:
-        reason = kernel.held_back()
-        if reason is not None:
-            self._warn_once(reason)
-        return reason is None and kernel.preferred(operands, params)
 
     def _lower_kernel(
         self, ctx: Any, kernel: Kernel, values: Any, operands: Any, params: Any

@@ -112,7 +112,7 @@ def kernel_status(operator: "Operator") -> str:
         return "XLA form (no kernel in this version)"
     if not gpus():
         return "XLA form (no CUDA device)"
-    reason = unusable_reason() or operator.kernel.held_back()
+    reason = unusable_reason()
     return f"XLA form ({reason})" if reason else "CUDA kernel"
 
 

@@ -1,6 +1,8 @@
 """The Flax modules: against the operators they are made of, split over a mesh, in nnx's ways."""
 
 import dataclasses
+import re
+import warnings
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jax_hpc
-from jax_hpc import fp8, nn
+from jax_hpc import _registry, fp8, nn
 from jax_hpc.cache import LayerPages
 from jax_hpc.step import StepInputs
 from tests.support.meshes import host_mesh
@@ -194,6 +196,31 @@ def test_decode_and_prefill_agree(rng: np.random.Generator, options: dict[str, A
     before = np.asarray(s.pages.k_pages)
     changed = np.argwhere((np.asarray(pages.k_pages) != before).any(axis=(1, 3)))
     assert changed.tolist() == [[1, 2], [2, 2]]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_a_step_takes_the_kernels_of_its_kind(monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
+    """By the shapes of the step alone, in a program for a GPU."""
+    monkeypatch.setattr(_registry, "unusable_reason", lambda: None)
+    module = nn.PagedAttention(H, 8, 2, 64, rngs=rngs())
+    pages = jnp.zeros((6, 2, N, 64), dtype)
+    rows = {"decode": (2, 6), "prefill": (7,)}  # one or three of each sequence, or any
+    cos_sin = jnp.asarray(jax_hpc.rope_table(64, 64, 1e4))
+    run = jax.jit(lambda x, inputs, pages: module(x, inputs, pages, cos_sin))
+    for kind, counts in rows.items():
+        for count in counts:
+            ints, lens = jnp.zeros(count, jnp.int32), jnp.ones(2, jnp.int32)
+            inputs = StepInputs(ints, ints, ints, jnp.zeros((2, 2), jnp.int32), lens)
+            inputs = as_prefill(inputs) if kind == "prefill" else inputs
+            traced = run.trace(
+                jnp.zeros((count, H), jnp.bfloat16), inputs, LayerPages(pages, pages)
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", jax_hpc.FallbackWarning)
+                text = traced.lower(lowering_platforms=("cuda",)).as_text()
+            taken = set(re.findall(r"@jax_hpc\.(\w+_attention)\.", text))
+            assert taken == {f"{kind}_attention"}
+            assert "@jax_hpc.qk_norm_rope_append." in text
 
 
 def test_fp8_cache_with_static_and_dynamic_scales(rng: np.random.Generator) -> None:

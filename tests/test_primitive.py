@@ -177,17 +177,12 @@ def test_fallback_on_cuda_is_announced_once(no_gpu: None) -> None:
         lower(toy, "auto", ("cuda",), dtype=jnp.float32)
 
 
-def test_a_kernel_held_back_is_taken_on_request_only(
-    no_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    toy = make(dataclasses.replace(KERNEL, held_back=lambda: _primitive.ON_TRIAL))
-    with pytest.warns(FallbackWarning, match="toy runs on its XLA form.*'cuda' asks for it"):
-        text = lower(toy, "auto", ("cuda",))
-    assert "custom_call @jax_hpc" not in text
-    assert "custom_call @jax_hpc.toy.v1" in lower(toy, "cuda", ("cuda",))
+def test_status_names_what_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_registry, "gpus", lambda: ("a GPU",))
-    assert _registry.kernel_status(toy) == f"XLA form ({_primitive.ON_TRIAL})"
+    monkeypatch.setattr(_registry, "unusable_reason", lambda: None)
     assert _registry.kernel_status(make(KERNEL)) == "CUDA kernel"
+    monkeypatch.setattr(_registry, "unusable_reason", lambda: "no Hopper GPU")
+    assert _registry.kernel_status(make(KERNEL)) == "XLA form (no Hopper GPU)"
 
 
 @pytest.mark.parametrize("is_preferred", [False, True])

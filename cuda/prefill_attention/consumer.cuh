@@ -79,8 +79,10 @@ class Consumer {
       if (checked) note_bad(positions, tile, softmax);
       --tile;
       float next_shrink[2];
+      // The largest scores are found while this tile's products run. The exponentials, which
+      // nothing needs before, the compiler moves behind the wait and between what follows: they run
+      // beside the other warpgroup's products, which is faster than holding them before it.
       const bool raised = weigh(full, positions, tile, scores, softmax, next_shrink);
-      softmax.finish();
       wgmma_wait<0>();
       take_sums(sums, shrink, out);
       ProductsOf::pack(scores, weights);
@@ -99,23 +101,28 @@ class Consumer {
     const bool more = reader.wait_for_task();
     // Two whole ways: products under way across a branch make the compiler wait for each.
     const bool checks = !full.hold(tile);
+    const auto end = [&]() {
+      if (checks) note_bad(positions, tile, softmax);
+      take_sums(sums, shrink, out);
+      write(current.read(), softmax, out);
+    };
+    wait_for_values(checks);
     if (more) {
-      wait_for_operands();
+      // Values first: the results are written while the next task's scores are under way.
       await_turn();
-      ask_for_scores(scores);
-      wait_for_values(checks);
       ask_for_sums(weights, sums, out);
+      wait_for_operands();
+      ask_for_scores(scores);
       yield_turn();
+      wgmma_wait<1>();
+      end();
       wgmma_wait<0>();
       settle(scores);
     } else {
-      wait_for_values(checks);
       ask_for_sums(weights, sums, out);
       wgmma_wait<0>();
+      end();
     }
-    if (checks) note_bad(positions, tile, softmax);
-    take_sums(sums, shrink, out);
-    write(current.read(), softmax, out);
     release(shared_.task_empty(current.place.stage));
     return more;
   }

@@ -28,8 +28,6 @@ __device__ __forceinline__ void settle(float (&registers)[Count]) {
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-__device__ __forceinline__ void sleep() { asm volatile("nanosleep.u32 0;" ::: "memory"); }
-
 __device__ __forceinline__ float power_of_2(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));

@@ -1,8 +1,8 @@
 """What the prefill kernel is given: the call that is lowered for a GPU, and what it refuses."""
 
-import contextlib
 import functools
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -45,17 +45,19 @@ def _as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_registry, "unusable_reason", lambda: None)
 
 
-def test_auto_takes_what_has_run_within_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    for takes in (True, False):
-        monkeypatch.setattr(heuristics, "AUTO_TAKES_KERNEL", takes)
-        forms: list[tuple[Any, bool]] = [("auto", takes), ("cuda", True)]
-        for implementation, is_kernel in forms:
-            monkeypatch.setattr(_primitive, "_WARNED", set())
-            call = functools.partial(prefill_attention, max_q_len=8, implementation=implementation)
-            warned = pytest.warns(FallbackWarning, match="is on trial")
-            with contextlib.nullcontext() if is_kernel else warned:
-                assert ("prefill_attention" in lower(call, arguments())) == is_kernel
-            jax.clear_caches()  # or JAX gives the program that it has
+@pytest.mark.parametrize("implementation", ["auto", "cuda", "xla"])
+def test_who_takes_the_kernel(implementation: Any) -> None:
+    call = functools.partial(prefill_attention, max_q_len=8, implementation=implementation)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        text = lower(call, arguments())
+    assert ("@jax_hpc.prefill_attention.v1" in text) == (implementation != "xla")
+
+
+def test_auto_says_what_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_primitive, "_WARNED", set())
+    with pytest.warns(FallbackWarning, match="D must be one of"):
+        assert lower(functools.partial(prefill_attention, max_q_len=8), arguments(dim=256)) == ""
 
 
 def test_call_on_an_fp8_cache() -> None:

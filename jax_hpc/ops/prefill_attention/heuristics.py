@@ -1,8 +1,4 @@
-"""Decisions of prefill_attention: when the kernel is taken, its workspace, XLA's block sizes."""
-
-AUTO_TAKES_KERNEL = False
-"""Whether "auto" takes the kernel. It is on trial: its tests within programs are not all known to
-pass on a GPU, and until they are only "cuda" takes it."""
+"""Decisions of prefill_attention: the kernel's workspace, XLA's block sizes."""
 
 _TILE_ROWS = 128
 _ROW_TILE_INTS = 8

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hpc._primitive import ON_TRIAL, Kernel, Operator
+from jax_hpc._primitive import Kernel, Operator
 from jax_hpc.fp8 import E4M3
 from jax_hpc.ops.prefill_attention import heuristics, reference, xla
 from jax_hpc.ops.prefill_attention.signature import Operands, Params, shape_rule
@@ -72,7 +72,6 @@ KERNEL = Kernel(
     unsupported=_unsupported,
     attributes=_attributes,
     workspaces=_workspaces,
-    held_back=lambda: None if heuristics.AUTO_TAKES_KERNEL else ON_TRIAL,
 )
 
 OPERATOR = Operator(
