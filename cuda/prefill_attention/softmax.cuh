@@ -17,36 +17,25 @@ struct Positions {
   }
 };
 
-// Of tokens 8 j + e after a lane's first (e 0 or 1), bit 2 j + e: those below `end`.
-__device__ __forceinline__ uint32_t tokens_below(int end) {
-  const int tokens = min(max(end, 0), kTileTokens);
-  return static_cast<uint32_t>((uint64_t{1} << (tokens / 8 * 2 + min(tokens % 8, 2))) - 1);
-}
-
-// Four bits for each of the eight of `live`.
-__device__ __forceinline__ uint32_t spread(uint32_t live) {
-  live = (live | live << 12) & 0x000f000f;
-  live = (live | live << 6) & 0x03030303;
-  live = (live | live << 3) & 0x11111111;
-  return live * 15;
-}
-
 // Hides what a row does not see; scores[4 j + 2 r + e] is of row r and token first + 8 j + e. Bit g
 // of `live`: the tokens 16 g to 16 g + 16 are on a page that exists.
 template <int Count>
 __device__ __forceinline__ void mask(const Problem& p, const Positions& positions, int first,
                                      uint32_t live, float (&scores)[Count]) {
-  static_assert(Count == 64 && kTileTokens == 128, "a word holds the tokens of a lane");
-  const uint32_t exist = spread(live);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const Sight sight(p, positions.of[r]);
-    const uint32_t seen =
-        exist & tokens_below(sight.position - first + 1) & ~tokens_below(sight.lowest - first);
+    const int lowest = sight.lowest - first;
+    const int highest = sight.position - first;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      float& score = scores[i / 2 * 4 + 2 * r + i % 2];
-      if ((seen >> i & 1) == 0) score = -INFINITY;
+    for (int j = 0; j < Count / 4; ++j) {
+      const bool exists = (live >> (j / 2) & 1) != 0;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int token = 8 * j + e;
+        float& score = scores[4 * j + 2 * r + e];
+        if (!exists || token < lowest || token > highest) score = -INFINITY;
+      }
     }
   }
 }
