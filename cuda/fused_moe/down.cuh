@@ -148,6 +148,25 @@ __device__ __forceinline__ void add_half(const StageMemory<Shape>& memory, int s
   }
 }
 
+// Weights of one scale are one sum.
+template <class Shape>
+__device__ __forceinline__ void multiply_whole(const StageMemory<Shape>& memory, int stage,
+                                               const Fragment& f,
+                                               float (&totals)[Shape::kRows / 2]) {
+  float sums[Shape::kRows / 2];
+  wgmma_fence();
+  multiply<Shape::kRows>(memory.weights(stage) + f.group * kWeightBytes, memory.rows(stage), sums);
+  wgmma_commit();
+  wgmma_wait<0>();
+  hold_all(sums);
+  if constexpr (Shape::kHasBlocks) {
+    add_half(memory, stage, 0, f, sums, totals);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Shape::kRows / 2; ++i) totals[i] += sums[i];
+  }
+}
+
 // Both halves at once where registers allow it; else in a loop, which unrolled would need more.
 template <class Shape>
 __device__ __forceinline__ void multiply_halves(const StageMemory<Shape>& memory, int stage,
@@ -192,18 +211,10 @@ __device__ __forceinline__ void multiply_down(const StageMemory<Shape>& memory, 
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
       wait(memory.full(place.stage), place.parity);
-      if constexpr (Shape::kHasBlocks) {
+      if (Shape::kHasBlocks && p.block_rows < kBlock) {
         multiply_halves(memory, place.stage, f, totals);
       } else {
-        float sums[Shape::kRows / 2];
-        wgmma_fence();
-        multiply<Shape::kRows>(memory.weights(place.stage) + f.group * kWeightBytes,
-                               memory.rows(place.stage), sums);
-        wgmma_commit();
-        wgmma_wait<0>();
-        hold_all(sums);
-#pragma unroll
-        for (int i = 0; i < Shape::kRows / 2; ++i) totals[i] += sums[i];
+        multiply_whole(memory, place.stage, f, totals);
       }
       release(memory, place.stage, f.lane);
     }

@@ -37,14 +37,15 @@ __device__ __forceinline__ void add_products(const StageMemory<Shape>& memory, i
 
 // How the 128 values of a stage are summed. The tensor cores' sums keep 13 bits behind the largest
 // term's first: of 128 values that moves one in 100 results to the other side of a rounding to
-// e4m3, of 32 one in 300. So a sum of theirs has one step of 32 values, or two where float32's
-// additions would take longer than the products, and float32 adds the sums up. As many of them
-// stand side by side as registers allow.
+// e4m3, of 32 one in 300. So a sum of theirs has one step of 32 values, or where float32's
+// additions would take longer than the products, two or in large tiles all four, and float32 adds
+// the sums up. As many of them stand side by side as registers allow.
 template <class Shape>
 struct Summing {
   static constexpr int kSteps = 4;
   static constexpr bool kIsLarge = Shape::kRows == 128;
-  static constexpr int kFollowing = kIsLarge || (Shape::kHasBlocks && Shape::kRows >= 32) ? 2 : 1;
+  static constexpr int kOfSmall = Shape::kHasBlocks && Shape::kRows >= 32 ? 2 : 1;
+  static constexpr int kFollowing = kIsLarge ? kSteps : kOfSmall;
   static constexpr int kAtOnce = Shape::kRows <= 16 ? kSteps : kIsLarge ? 1 : 2;
 };
 

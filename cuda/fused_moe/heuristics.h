@@ -21,8 +21,10 @@ namespace jax_hpc::fused_moe {
 //                                256      254 /  358           216 / 330             197 / 278
 //                               1024      738 / 1138          641 / 1005             561 / 840
 //
-// There, sums of tiles of 64 had 32 values; of blocks they have 64 since (gate_up.cuh), and 64 rows
-// of one warpgroup take 119 / 173 for T = 128.
+// There, sums of tiles of 64 had 32 values and those of 128 had 64 (gate_up.cuh). Of blocks tiles
+// of 64 have 64 since, and one warpgroup takes 114 / 171 for T = 128 (tiles of 32 take 143 / 219,
+// of 128 178 / 245); tiles of 128 have sums of 128 values, and take 181 / 258 and 515 / 778 in
+// blocks, 145 / 192 and 418 / 578 per tensor.
 inline int choose_tile_rows(const Problem& p) {
   const double mean = static_cast<double>(num_pairs(p)) / p.experts;
   for (const int rows : {8, 16, 32, 64}) {
