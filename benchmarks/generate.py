@@ -70,14 +70,16 @@ def measure(model: Qwen3MoE, prompts: Sequence[Sequence[int]], new: int) -> dict
     """Milliseconds until the first token and per token after it, all prompts in one batch."""
     longest = max(len(prompt) for prompt in prompts)
     generator = Generator(model, prefill_chunk=len(prompts) * longest)
+    compile_seconds = 0.0
     for _ in range(2):
         for _burst in generator.stream(prompts, max_new_tokens=new):
             pass
+        compile_seconds += generator.stats.compile_seconds
     stats = generator.stats
     return {
         "ttft_ms": round(1e3 * stats.ttft_seconds, 3),
         "tpot_ms": round(1e3 * stats.tpot_seconds, 3),
-        "compile_s": round(stats.compile_seconds, 1),
+        "compile_s": round(compile_seconds, 1),
     }
 
 

@@ -205,13 +205,32 @@ Case long_case(std::mt19937& random, int number) {
   return c;
 }
 
+// One pair of so many pieces that several CTAs share its rows: 4, 2 and 1 at 20000, 12000 and 7000
+// tokens.
+Case heavy_case(std::mt19937& random, int number) {
+  Case c{};
+  const bool fp8 = number % 2 == 0;
+  c.p = make_problem(3, number % 3 == 2 ? 2 : 1, number % 3 == 2 ? 5 : 8, 1,
+                     number / 2 % 2 == 0 ? 64 : 128, 64, fp8);
+  c.p.fp8_query = fp8;
+  c.sinks = number % 3 == 1;
+  c.cut = {132, 0, 1};
+  const auto shorter = [&] { return static_cast<int>(random() % 400); };
+  c.lengths = {shorter(), number % 3 == 0 ? 20000 : number % 3 == 1 ? 12000 : 7000, shorter()};
+  return c;
+}
+
 int check(const std::string& which) {
-  const int count = which.empty() ? 160 : which == "races" ? 12 : 8;
-  constexpr int kShort = 150;
+  constexpr int kRandom = 150;
+  constexpr int kLong = 10;
+  constexpr int kHeavy = 12;
+  const int count = which.empty() ? kRandom + kLong + kHeavy : which == "races" ? 12 : 8;
   std::mt19937 random(1);
   int failures = 0;
   for (int i = 0; i < count; ++i) {
-    Case c = i < kShort ? random_case(random, !which.empty()) : long_case(random, i);
+    Case c = i < kRandom           ? random_case(random, !which.empty())
+             : i < kRandom + kLong ? long_case(random, i)
+                                   : heavy_case(random, i);
     while (which == "races" && reuses_memory(c.p, c.cut, c.lengths)) c = random_case(random, true);
     const std::string failure = failure_of(c, static_cast<uint32_t>(i) * 16 + 1);
     if (failure.empty()) continue;
@@ -241,7 +260,7 @@ jax_hpc::decode_attention::Config with_ring(const Problem& p,
   const int slots = std::min(count(kibibytes), jax_hpc::decode_attention::kMostSlots);
   config.shared_bytes += (slots - config.slots) * slot;
   config.slots = slots;
-  config.long_slots = std::min(slots, count(long_kibibytes));
+  config.long_slots = config.late_slots = std::min(slots, count(long_kibibytes));
   return config;
 }
 

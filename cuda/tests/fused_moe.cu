@@ -257,6 +257,10 @@ std::vector<Setup> all_setups(bool small) {
   return few;
 }
 
+// More values on the other side of a rounding would mean worse sums than the tensor cores', which
+// put 0.3 % there, 1 % where they sum 128 values.
+constexpr double kMostOtherwise = 0.02;
+
 int check(bool small) {
   constexpr const char* kRoutings[] = {"uniform", "skewed", "one expert", "nobody", "garbage"};
   int failures = 0;
@@ -273,7 +277,9 @@ int check(bool small) {
   }
   std::cout << setups.size() - failures << " passed, " << failures << " failed; of " << rounded.all
             << " values of act " << rounded.otherwise << " are rounded to the other side\n";
-  return failures == 0 ? 0 : 1;
+  const bool rounds_well =
+      static_cast<double>(rounded.otherwise) <= kMostOtherwise * static_cast<double>(rounded.all);
+  return failures == 0 && rounds_well ? 0 : 1;
 }
 
 }  // namespace

@@ -226,14 +226,13 @@ def test_short_pairs_stay_whole():
 
 
 def test_floor_on_work_per_cta():
-    few = np.array([1, 0, 1])  # too little for three CTAs, not for two
-    assert len({piece.cta for piece in walk(build(few, num_ctas=132), few)}) == 2
-    one = np.array([64 * 60])
-    pieces = walk(build(one, num_ctas=132), one)
-    first, *others = [piece.end - piece.first for piece in pieces]
-    # The task's start is part of the first span's work.
-    assert first >= (MIN_CTA_COST - task_cost(fp8_cache=False)) // TILE_COST
-    assert min(others) >= MIN_CTA_COST // TILE_COST and len(pieces) >= 15
+    for tiles in (1, 2, 60):  # one sequence's
+        lens = np.array([TILE_TOKENS * tiles])
+        pieces = walk(build(lens, num_ctas=132), lens)
+        cost = tiles * TILE_COST + task_cost(fp8_cache=False)
+        assert len(pieces) == (1 if tiles <= WHOLE_TILES else cost // MIN_CTA_COST)
+        # The task's start is part of the first span's work.
+        assert all(p.end - p.first >= MIN_CTA_COST // TILE_COST for p in pieces[1:])
 
 
 def test_empty_batch():
