@@ -4,7 +4,7 @@ The model has the sizes of Qwen3-30B-A3B (its published config.json) and random 
 spread the routing over all experts; its experts are block fp8, as in the published fp8 checkpoint.
 Each form of the operators generates from the same random prompts through
 ``jax_hpc.generate.Generator``, twice: the second time is taken, so that no compilation is in it. A
-line of JSON per form goes to standard output, and after the meta row to ``--out``.
+line of JSON per form goes to standard output, and to the results file ``--out``.
 """
 
 import argparse
@@ -19,6 +19,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from benchmarks.results import Results, sources_hash
+from benchmarks.rows import CASE_KEYS
 from benchmarks.worker import meta
 from jax_hpc.generate import Generator
 from jax_hpc.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig, SparseMLP
@@ -49,6 +51,17 @@ FORMS = {
     "auto": Implementations(),
 }
 """All of XLA's forms; our experts and router with XLA's attention; everything ours."""
+OP = "generate"
+OPERATORS = (
+    "decode_attention",
+    "decode_schedule",
+    "fused_moe",
+    "prefill_attention",
+    "qk_norm_rope_append",
+    "route_topk",
+    "router_gemm",
+    "router_topk",
+)
 
 
 def with_layers(config: Qwen3MoEConfig, count: int) -> Qwen3MoEConfig:
@@ -96,19 +109,18 @@ def main(arguments: Sequence[str] | None = None, config: Qwen3MoEConfig = QWEN3_
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, config.vocab_size, (options.batch, options.prompt)).tolist()
     print(f"model of {options.layers} layers on {jax.devices()[0]}", file=sys.stderr, flush=True)
-    _write(options.out, {"meta": meta()})
+    results = Results(options.out) if options.out else None
+    if results is not None:
+        results.start(meta())
+    sizes = {name: getattr(options, name) for name in CASE_KEYS[OP]}
+    source = {"processes": 1, "sources_hash": sources_hash(OPERATORS)}
     for form in options.forms.split(","):
         use(model, FORMS[form])
-        sizes = {name: getattr(options, name) for name in ("layers", "batch", "prompt", "new")}
-        row = {"op": "generate", "impl": form, **sizes, **measure(model, prompts, options.new)}
+        measured = measure(model, prompts, options.new)
+        row = {"op": OP, "impl": form, **sizes, **measured, **source}
         print(json.dumps(row), flush=True)
-        _write(options.out, row)
-
-
-def _write(path: Path | None, row: dict[str, Any]) -> None:
-    if path is not None:
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        if results is not None:
+            results.add(row)
 
 
 if __name__ == "__main__":

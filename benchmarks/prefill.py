@@ -111,7 +111,7 @@ def _benchmark(op: str) -> Benchmark:
         op=op,
         operators=lambda impl: () if impl == "fa3" else ("prefill_attention",),
         cases=[{"case": name} for name in CASES],
-        impls=("cuda", "xla", "fa3"),
+        impls=("cuda", "xla", *(("fa3",) if op == "prefill-bf16" else ())),
         default=("cuda",),
         fields=functools.partial(fields, op),
         workload=functools.partial(workload, op),
