@@ -44,6 +44,10 @@ struct Config {
   // Pieces of the hidden axis that a gate-up tile multiplies side by side, 1 or 4: with 4 a tile
   // has 8 columns of the intermediate instead of 32, so that a single token keeps all SMs busy.
   int gate_up_pieces;
+  // The kernels for many rows an expert (wide.cuh): tiles of a multiple of 32 rows, up to 192.
+  bool wide_gate_up = false;
+  bool wide_down = false;
+  int wide_cluster = 2;  // CTAs that share the tokens of wide_gate_up, 1 or 2; kBlock: 2
 };
 
 // A row is a (token, choice) pair whose expert lives on this rank. Rows are ordered by expert, and
@@ -123,7 +127,10 @@ inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
 }
 
 inline std::ostream& operator<<(std::ostream& out, const Config& c) {
-  return out << "tiles of " << c.tile_rows << " rows, " << c.gate_up_pieces << " pieces";
+  out << "tiles of " << c.tile_rows << " rows, " << c.gate_up_pieces << " pieces";
+  if (c.wide_gate_up) out << ", wide gate-up of " << c.wide_cluster;
+  if (c.wide_down) out << ", wide down";
+  return out;
 }
 
 }  // namespace jax_hpc::fused_moe

@@ -26,7 +26,8 @@ struct Plan {
   int experts;
   int ctas;
   int rounds;  // pairs of a thread
-  int tile_rows_log2;
+  int tile_rows;
+  uint32_t tile_reciprocal;   // times 2^32, rounded up: exact for kMostPairs rows
   int64_t arrivals;           // of Workspace, to be zeroed
   uint32_t top_k_reciprocal;  // times 2^31, rounded up: exact for kMostPairs pairs, kMostTopK
 
@@ -36,7 +37,8 @@ struct Plan {
         experts(p.experts),
         ctas(index_ctas(p)),
         rounds(blocks_of(pairs < kPairsOfCta ? pairs : kPairsOfCta, threads)),
-        tile_rows_log2(log2_of(config.tile_rows)),
+        tile_rows(config.tile_rows),
+        tile_reciprocal(static_cast<uint32_t>(((int64_t{1} << 32) + tile_rows - 1) / tile_rows)),
         arrivals(p.format == Format::kBlock ? max_tiles(p, config) * blocks_of(p.inter, kBlock)
                                             : 0),
         top_k_reciprocal(static_cast<uint32_t>(((int64_t{1} << 31) + p.top_k - 1) / p.top_k)) {}
@@ -45,10 +47,11 @@ struct Plan {
     return static_cast<int>((uint64_t{static_cast<uint32_t>(pair)} * top_k_reciprocal) >> 31);
   }
   __device__ int tiles_of(int rows) const {
-    return (rows + (1 << tile_rows_log2) - 1) >> tile_rows_log2;
+    return static_cast<int>(__umulhi(static_cast<uint32_t>(rows + tile_rows - 1), tile_reciprocal));
   }
 };
 static_assert(kMostPairs * kMostTopK <= int64_t{1} << 31);
+static_assert((kMostPairs + kMostTileRows) * kMostTileRows <= int64_t{1} << 32);
 
 __device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x) / kWarpSize; }
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kWarpSize; }
@@ -84,9 +87,9 @@ __device__ __forceinline__ void write_tiles(const Plan& plan, const Workspace& t
   const int tiles = plan.tiles_of(rows);
 #pragma unroll 1
   for (int i = static_cast<int>(blockIdx.x); i < tiles; i += plan.ctas) {
-    const int begin = i << plan.tile_rows_log2;
+    const int begin = i * plan.tile_rows;
     reinterpret_cast<int4*>(to.tiles)[first.tiles + i] =
-        int4{expert, first.rows + begin, min(1 << plan.tile_rows_log2, rows - begin), 0};
+        int4{expert, first.rows + begin, min(plan.tile_rows, rows - begin), 0};
   }
 }
 
@@ -113,12 +116,11 @@ __device__ __forceinline__ void index_few(const Plan& plan, const Arrays& a) {
   const unsigned before = order.smaller | (order.same & ((1u << lane) - 1));
   const int row = __popc(before);
   const int rank = row - __popc(order.smaller);
-  const int tile_rows = 1 << plan.tile_rows_log2;
-  const bool starts_tile = expert >= 0 && (rank & (tile_rows - 1)) == 0;
+  const bool starts_tile = expert >= 0 && plan.tiles_of(rank) * plan.tile_rows == rank;
   const unsigned starts = __ballot_sync(kWholeWarp, starts_tile);
   if (starts_tile) {
     reinterpret_cast<int4*>(a.workspace.tiles)[__popc(before & starts)] =
-        int4{expert, row, min(tile_rows, __popc(order.same) - rank), 0};
+        int4{expert, row, min(plan.tile_rows, __popc(order.same) - rank), 0};
   }
   if (lane < plan.pairs) write_pair(plan, a.workspace, lane, expert, row);
   if (lane == 0) write_header(a.workspace, {__popc(here), __popc(starts)});

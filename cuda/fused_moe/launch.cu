@@ -4,6 +4,7 @@
 #include "fused_moe/launch_kernel.h"
 #include "fused_moe/prepare.cuh"
 #include "fused_moe/reduce.cuh"
+#include "fused_moe/sort.cuh"
 
 namespace jax_hpc::fused_moe {
 namespace {
@@ -36,7 +37,28 @@ cudaError_t launch_prepare_as(const Problem& p, const Config& config, const Arra
 bool is_supported(const Problem& p, const Config& config) {
   const int64_t groups = int64_t{p.tokens} * blocks_of(p.hidden, kBlock);
   return p.experts <= kMostExperts && p.top_k <= kMostTopK && num_pairs(p) <= kMostPairs &&
-         groups <= kMostGroups && (config.tile_rows & (config.tile_rows - 1)) == 0;
+         groups <= kMostGroups && config.tile_rows <= kMostTileRows;
+}
+
+// Of x in e4m3, in the order of the tokens.
+TokenRows quantized_rows(const Arrays& a) {
+  return a.x_is_fp8 ? TokenRows{a.x, a.x_scale} : TokenRows{a.workspace.x, a.workspace.x_scale};
+}
+
+// Rows of x in the order of the index lie where the experts' outputs will be, which are twice as
+// long; and behind all of them their scales.
+uint4* sorted_values(const Arrays& a) { return static_cast<uint4*>(a.workspace.rows.outputs); }
+float* sorted_scales(const Problem& p, const Arrays& a) {
+  auto* bytes = static_cast<uint8_t*>(a.workspace.rows.outputs);
+  return reinterpret_cast<float*>(bytes + num_pairs(p) * p.hidden);
+}
+
+cudaError_t launch_sort(const Problem& p, const Arrays& a, bool overlaps, cudaStream_t stream) {
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(p.tokens)),
+                          .threads = kSortThreads,
+                          .overlaps_previous = overlaps};
+  return launch_kernel(sort_kernel, shape, stream, p, a.workspace.pair_row, quantized_rows(a),
+                       sorted_values(a), sorted_scales(p, a));
 }
 
 }  // namespace
@@ -44,9 +66,17 @@ bool is_supported(const Problem& p, const Config& config) {
 cudaError_t launch_prepare(const Problem& problem, const Config& config, const Arrays& arrays,
                            bool overlaps, cudaStream_t stream) {
   if (!is_supported(problem, config)) return cudaErrorInvalidValue;
-  return problem.format == Format::kBlock
-             ? launch_prepare_as<true>(problem, config, arrays, overlaps, stream)
-             : launch_prepare_as<false>(problem, config, arrays, overlaps, stream);
+  const cudaError_t status =
+      problem.format == Format::kBlock
+          ? launch_prepare_as<true>(problem, config, arrays, overlaps, stream)
+          : launch_prepare_as<false>(problem, config, arrays, overlaps, stream);
+  if (status != cudaSuccess || !config.wide_gate_up) return status;
+  return launch_sort(problem, arrays, overlaps, stream);
+}
+
+TokenRows prepared_rows(const Problem& problem, const Config& config, const Arrays& arrays) {
+  if (!config.wide_gate_up) return quantized_rows(arrays);
+  return {sorted_values(arrays), sorted_scales(problem, arrays)};
 }
 
 cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool overlaps,
@@ -65,8 +95,7 @@ cudaError_t launch(const Problem& problem, const Config& config, const Arrays& a
                    bool overlaps, int num_sms, cudaStream_t stream) {
   const Workspace& w = arrays.workspace;
   const Index index{w.tiles, w.header, w.row_token, arrays.topk_ids, arrays.expert_offset};
-  const TokenRows x =
-      arrays.x_is_fp8 ? TokenRows{arrays.x, arrays.x_scale} : TokenRows{w.x, w.x_scale};
+  const TokenRows x = prepared_rows(problem, config, arrays);
   cudaError_t status = launch_prepare(problem, config, arrays, overlaps, stream);
   if (status == cudaSuccess) {
     status = launch_gate_up(problem, config, index, x, arrays.weights, w.rows, overlaps, num_sms,

@@ -12,6 +12,7 @@ namespace jax_hpc::fused_moe {
 constexpr int kMostExperts = 512;
 constexpr int kMostTopK = 128;
 constexpr int64_t kMostPairs = int64_t{1} << 24;
+constexpr int kMostTileRows = 192;
 constexpr int64_t kMostGroups = int64_t{1} << 30;  // of 128 columns, in all tokens together
 // Pairs that one CTA sorts. With more, several CTAs count first, in a launch of their own.
 constexpr int kPairsOfCta = 8192;
@@ -61,16 +62,21 @@ struct Arrays {
 };
 
 // Kernels that a call launches, one after the other.
-constexpr int num_launches(const Problem& p) { return index_ctas(p) > 1 ? 5 : 4; }
+constexpr int num_launches(const Problem& p, const Config& c) {
+  return 4 + (index_ctas(p) > 1 ? 1 : 0) + (c.wide_gate_up ? 1 : 0);
+}
 
 // cudaErrorInvalidValue for a problem beyond the limits above. `overlaps`:
 // each kernel may start while the one before it ends. The results do not depend on it.
 cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,
                    bool overlaps, int num_sms, cudaStream_t stream);
 
-// Its stages, but for the products of gemm.h.
+// Its stages, but for the products of gemm.h. To prepare is to quantise x and to make the index,
+// and with Config::wide_gate_up to put x in its order.
 cudaError_t launch_prepare(const Problem& problem, const Config& config, const Arrays& arrays,
                            bool overlaps, cudaStream_t stream);
+// The rows of x that gate-up reads, once they are prepared.
+TokenRows prepared_rows(const Problem& problem, const Config& config, const Arrays& arrays);
 cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool overlaps,
                           cudaStream_t stream);
 

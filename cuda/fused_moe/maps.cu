@@ -1,6 +1,7 @@
 #include "fused_moe/maps.h"
 
 #include "common/tensor_map.h"
+#include "fused_moe/wide_shape.h"
 
 namespace jax_hpc::fused_moe {
 namespace {
@@ -110,6 +111,32 @@ cudaError_t make_act_pieces_map(const Problem& p, const void* act, CUtensorMap* 
       {static_cast<uint64_t>(num_pairs(p)), kGroupRows, static_cast<uint64_t>(p.inter)},
       {kPieces, kPieces, kPieceValues}};
   return encode(act, dimensions, map, CU_TENSOR_MAP_SWIZZLE_64B);
+}
+
+cudaError_t make_wide_gate_up_map(const Problem& p, const void* gate_up, CUtensorMap* map) {
+  constexpr Config kTwoWarpgroups{2 * kWarpgroupRows, 1};
+  return make_gate_up_map(p, kTwoWarpgroups, gate_up, map);
+}
+
+// A box is the even ones of 16 rows, the odd ones, and so on.
+cudaError_t make_wide_down_map(const Problem& p, const void* down, CUtensorMap* map) {
+  constexpr uint64_t kSlabRows = 2 * kGroupRows;
+  const auto hidden = static_cast<uint64_t>(p.hidden);
+  const auto inter = static_cast<uint64_t>(p.inter);
+  const Dimension dimensions[] = {
+      {inter, kRowValues, 1},
+      {kGroupRows, kGroupRows, 2 * inter},
+      {2, 2, inter},
+      {hidden / kSlabRows, kWideWeightRows / kSlabRows, kSlabRows * inter},
+      {static_cast<uint64_t>(p.experts), 1, hidden * inter}};
+  return encode(down, dimensions, map);
+}
+
+cudaError_t make_sorted_map(const Problem& p, int columns, const void* rows, CUtensorMap* map) {
+  const auto stride = static_cast<uint64_t>(columns);
+  const Dimension dimensions[] = {{stride, kRowValues, 1},
+                                  {static_cast<uint64_t>(num_pairs(p)), kWideBoxRows, stride}};
+  return encode(rows, dimensions, map);
 }
 
 }  // namespace jax_hpc::fused_moe

@@ -186,7 +186,7 @@ std::string fault_of(const Setup& setup, uint32_t seed, Rounded* rounded) {
                down_blocks.data(), setup.shares_act_scale ? 0 : 1};
   a.workspace = device.workspace();
   a.x_is_fp8 = setup.x_is_fp8;
-  const Config config = choose(p, kSms);
+  const Config config = forced_or_chosen(p, kSms);
   std::string first;
   for (const bool overlaps : {false, true, true}) {
     device.each([](const char*, auto& values) { values.poison(); });
@@ -209,7 +209,7 @@ std::vector<int> tile_boundaries(Problem p, int most) {
   for (p.tokens = 1; p.tokens < most; ++p.tokens) {
     Problem next = p;
     ++next.tokens;
-    if (choose(p, kSms).tile_rows == choose(next, kSms).tile_rows) continue;
+    if (forced_or_chosen(p, kSms).tile_rows == forced_or_chosen(next, kSms).tile_rows) continue;
     boundaries.insert(boundaries.end(), {p.tokens, next.tokens});
   }
   return boundaries;
@@ -244,6 +244,10 @@ std::vector<Setup> all_setups(bool small) {
     }
     add({2, 2, 3, 4096, 1536, {}, rows}, Routing::kUniform);
     add({150, 1, 3, 144, 192, {}, rows}, Routing::kSkewed);  // tiles of the most rows
+    for (const Routing routing : {Routing::kUniform, Routing::kSkewed, Routing::kOneExpert}) {
+      add({431, 2, 3, 656, 400, {}, rows}, routing);  // several tasks of a cluster, many stages
+      add({97, 2, 5, 4096, 320, {}, rows}, routing);
+    }
     // Index by one CTA of many warps, and by several CTAs.
     add({1024, 8, 40, 16, 16, {}, rows}, Routing::kGarbage);
     add({1025, 8, 40, 32, 16, {}, rows}, Routing::kSkewed);
@@ -273,7 +277,7 @@ int check(bool small) {
     ++failures;
     std::cout << setup.p << ", " << kRoutings[static_cast<int>(setup.routing)]
               << (setup.x_is_fp8 ? ", fp8 x" : "") << (setup.has_nan ? ", NaN" : "") << ", "
-              << choose(setup.p, kSms) << ": " << fault << std::endl;
+              << forced_or_chosen(setup.p, kSms) << ": " << fault << std::endl;
   }
   std::cout << setups.size() - failures << " passed, " << failures << " failed; of " << rounded.all
             << " values of act " << rounded.otherwise << " are rounded to the other side\n";

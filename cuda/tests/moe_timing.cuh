@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <iostream>
 #include <memory>
 #include <numeric>
@@ -25,6 +28,20 @@ static __global__ void fill_weights(uint8_t* values, size_t size, uint32_t seed)
   }
 }
 
+// For trials: MOE_WIDE="rows cluster wide_down", all but the first optional.
+inline fused_moe::Config forced_or_chosen(const fused_moe::Problem& p, int sms) {
+  const char* wide = std::getenv("MOE_WIDE");
+  if (wide == nullptr) return fused_moe::choose(p, sms);
+  int rows = 0;
+  int cluster = 2;
+  int down = 1;
+  std::sscanf(wide, "%d %d %d", &rows, &cluster, &down);
+  fused_moe::Config config = fused_moe::wide_config(p, rows);
+  config.wide_cluster = p.format == fused_moe::Format::kBlock ? 2 : cluster;
+  if (down == 0) config.wide_down = false;
+  return config;
+}
+
 struct Layer {
   const char* name;
   fused_moe::Problem p;
@@ -36,7 +53,7 @@ class LayerTiming {
   LayerTiming(const fused_moe::Problem& p, int sms)
       : p_(p),
         sms_(sms),
-        config_(fused_moe::choose(p, sms)),
+        config_(forced_or_chosen(p, sms)),
         x_(kCalls * size_t(p.tokens) * p.hidden),
         quantized_(size_t(p.tokens) * p.hidden),
         act_(num_pairs(p) * p.inter),
@@ -67,8 +84,8 @@ class LayerTiming {
       const fused_moe::Index index{w.tiles, w.header, w.row_token, a.topk_ids, a.expert_offset};
       cudaError_t status = launch_prepare(p_, config_, a, overlaps, stream);
       if (status == cudaSuccess && stages > 1) {
-        status = launch_gate_up(p_, config_, index, {w.x, w.x_scale}, a.weights, w.rows, overlaps,
-                                sms_, stream);
+        status = launch_gate_up(p_, config_, index, prepared_rows(p_, config_, a), a.weights,
+                                w.rows, overlaps, sms_, stream);
       }
       if (status == cudaSuccess && stages > 2) {
         status = launch_down(p_, config_, index, a.weights, w.rows, overlaps, sms_, stream);
@@ -150,6 +167,8 @@ class LayerTiming {
 };
 
 inline void time_layer(const Layer& layer) {
+  const char* only = std::getenv("MOE_LAYER");
+  if (only != nullptr && std::strstr(layer.name, only) == nullptr) return;
   int sms = 0;
   require(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0), "device");
   LayerTiming timing(layer.p, sms);
@@ -159,6 +178,10 @@ inline void time_layer(const Layer& layer) {
   constexpr const char* kStages[] = {" prepare ", ", gate-up ", ", down ", ", all "};
   for (int stages = 1; stages <= 4; ++stages) {
     std::cout << kStages[stages - 1] << timing.microseconds(stages, true);
+  }
+  if (only != nullptr) {
+    std::cout << std::endl;
+    return;
   }
   std::cout << " us; without overlap " << timing.microseconds(4, false) << " us" << std::endl;
 }

@@ -1,0 +1,140 @@
+// outputs = down of the intermediate's rows, for many rows an expert: 128 hidden values to a CTA's
+// part of a task.
+//
+// Of 16 weight rows the tensor cores see the even ones first: a thread's two results of a token are
+// neighbours in the output, and eight lanes write 32 bytes.
+#pragma once
+
+#include "fused_moe/wide.cuh"
+
+namespace jax_hpc::fused_moe {
+
+constexpr int kWideSlabRows = 16;
+constexpr int kWideDownScales = sizeof(float);  // of a token, kBlock
+
+struct WideDown {
+  Index index;
+  Weights weights;
+  RowBuffers rows;
+  WideLayout layout;
+  uint64_t policy;
+};
+
+// A task of the consumers.
+template <int Cluster, Format format>
+struct WideDownTask {
+  const WideMemory<Cluster>& memory;
+  const Problem& p;
+  const WideDown& a;
+  const Fragment& f;
+  WidePlace& place;
+  const Tile& tile;
+  int turns;
+  int hidden0;  // of the warp
+
+  template <int Rows>
+  __device__ __forceinline__ void run() const {
+    constexpr bool kHasBlocks = format == Format::kBlock;
+    float factor = 1.0f;
+    if constexpr (!kHasBlocks) {
+      factor = a.weights.act_scale_of(tile.expert) * a.weights.down_scale[tile.expert];
+    }
+    float totals[Rows / 2];
+    multiply_wide<kHasBlocks ? 1 : 0, Rows>(memory, turns, f, place, totals);
+    if (hidden0 >= p.hidden) return;  // a multiple of 16, as hidden is
+    auto* to = static_cast<uint16_t*>(a.rows.outputs) +
+               int64_t{tile.first_row + f.token0} * p.hidden + hidden0 + 2 * f.row;
+#pragma unroll
+    for (int j = 0; j < Rows / 8; ++j, to += 8 * p.hidden) {
+      const int token = 8 * j + f.token0;
+      if (token < tile.rows) {
+        *reinterpret_cast<uint32_t*>(to) =
+            pack_bf16(totals[4 * j] * factor, totals[4 * j + 2] * factor);
+      }
+      if (token + 1 < tile.rows) {
+        *reinterpret_cast<uint32_t*>(to + p.hidden) =
+            pack_bf16(totals[4 * j + 1] * factor, totals[4 * j + 3] * factor);
+      }
+    }
+  }
+};
+
+template <int Cluster, Format format>
+__device__ __forceinline__ void multiply_down(const WideMemory<Cluster>& memory, const Problem& p,
+                                              const WideDown& a, TaskWalk walk, int turns,
+                                              uint32_t rank) {
+  const Fragment f(static_cast<int>(threadIdx.x), kWideGroups);
+  WidePlace place;
+  Tile tile;
+  int part;
+  begin_turns(f);
+  while (walk.next(tile, part)) {
+    const int hidden0 = (part * Cluster + static_cast<int>(rank)) * kWideWeightRows +
+                        f.group * kWeightRows + f.warp * kWideSlabRows;
+    run_wide(wide_steps(tile),
+             WideDownTask<Cluster, format>{memory, p, a, f, place, tile, turns, hidden0});
+  }
+  end_turns(f);
+}
+
+// By two warps.
+template <int Cluster>
+__device__ __forceinline__ void copy_down_scales(const WideMemory<Cluster>& memory,
+                                                 const Problem& p, const WideDown& a,
+                                                 TaskWalk walk, int turns, uint32_t rank, int warp,
+                                                 int lane) {
+  WideScales<1, Cluster> scales(memory, warp, lane);
+  const int hidden_blocks = ceil_div(p.hidden, kBlock);
+  Tile tile;
+  int part;
+  while (walk.next(tile, part)) {
+    // A CTA without hidden values has zeros of weights.
+    const int block = min(part * Cluster + static_cast<int>(rank), hidden_blocks - 1);
+    const float* weight =
+        a.weights.down_block_scale + (int64_t{tile.expert} * hidden_blocks + block) * turns;
+    scales.copy_task(a.rows.act_scale + int64_t{tile.first_row} * turns, turns, tile.rows, {weight},
+                     turns);
+  }
+}
+
+// Grid: any number of clusters, which share the tasks. kBlock: blocks of 128 columns.
+template <int Cluster, Format format>
+__global__ void __launch_bounds__(kWideThreads, 1)
+    wide_down_kernel(const __grid_constant__ Problem p, const __grid_constant__ WideDown a,
+                     const __grid_constant__ CUtensorMap weight_map,
+                     const __grid_constant__ CUtensorMap row_map) {
+  constexpr bool kHasBlocks = format == Format::kBlock;
+  extern __shared__ uint8_t wide_down_memory[];
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const WideMemory<Cluster> memory(wide_down_memory, a.layout, lane);
+  const uint32_t rank = Cluster > 1 ? cluster_rank() : 0;
+  if (threadIdx.x == 0) memory.init(kHasBlocks ? 2 + kWideScaleWarps : 2);
+  meet_cluster<Cluster>();
+  // The index was written kernels ago, and weights by none; the intermediate just now.
+  const TaskWalk walk = wide_walk<Cluster>(a.index, p.hidden, kWideWeightRows);
+  const int turns = ceil_div(p.inter, kStageValues);
+  if (warp >= kWideConsumerWarps) {
+    leave_registers<kWideProducerRegisters>();
+    if (warp == kWideWeightWarp) {
+      if (elect_one()) {
+        copy_wide_weights(memory, walk, turns, kWideWeightRows / kWideSlabRows, rank, &weight_map,
+                          a.policy);
+      }
+    } else {
+      wait_for_previous_kernel();
+      let_next_kernel_start();
+      if (warp == kWideRowWarp) {
+        if (elect_one()) copy_wide_rows(memory, walk, turns, rank, &row_map);
+      } else if constexpr (kHasBlocks) {
+        copy_down_scales(memory, p, a, walk, turns, rank, warp - kWideScaleWarp, lane);
+      }
+    }
+  } else {
+    take_registers<kWideConsumerRegisters>();
+    multiply_down<Cluster, format>(memory, p, a, walk, turns, rank);
+  }
+  meet_cluster<Cluster>();
+}
+
+}  // namespace jax_hpc::fused_moe
