@@ -34,8 +34,8 @@ inline int choose_tile_rows(const Problem& p) {
   return 128;
 }
 
-// The wide kernels with tiles of `rows` rows, where they can be: a down product whose stages have two
-// scales of weights is left to the others, and these have tiles of 64 or 128.
+// The wide kernels with tiles of `rows` rows, where they can be: a down product whose stages have
+// two scales of weights is left to the others, and these have tiles of 64 or 128.
 inline Config wide_config(const Problem& p, int rows) {
   const bool wide_down = p.format == Format::kTensor || p.block_rows == kBlock;
   const int most = wide_down ? rows : rows < 128 ? 64 : 128;

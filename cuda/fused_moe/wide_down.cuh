@@ -80,9 +80,8 @@ __device__ __forceinline__ void multiply_down(const WideMemory<Cluster>& memory,
 // By two warps.
 template <int Cluster>
 __device__ __forceinline__ void copy_down_scales(const WideMemory<Cluster>& memory,
-                                                 const Problem& p, const WideDown& a,
-                                                 TaskWalk walk, int turns, uint32_t rank, int warp,
-                                                 int lane) {
+                                                 const Problem& p, const WideDown& a, TaskWalk walk,
+                                                 int turns, uint32_t rank, int warp, int lane) {
   WideScales<1, Cluster> scales(memory, warp, lane);
   const int hidden_blocks = ceil_div(p.hidden, kBlock);
   Tile tile;

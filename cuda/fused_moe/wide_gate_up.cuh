@@ -10,10 +10,10 @@
 
 namespace jax_hpc::fused_moe {
 
-constexpr int kWideColumns = kWideWeightRows / 2;      // of a CTA
-constexpr int kWideGroupColumns = kWideColumns / 2;    // of a warpgroup
-constexpr int kWideStagedBytes = kWideColumns;         // of a token
-constexpr int kWideGateUpScales = 2 * sizeof(float);   // of a token, kBlock
+constexpr int kWideColumns = kWideWeightRows / 2;     // of a CTA
+constexpr int kWideGroupColumns = kWideColumns / 2;   // of a warpgroup
+constexpr int kWideStagedBytes = kWideColumns;        // of a token
+constexpr int kWideGateUpScales = 2 * sizeof(float);  // of a token, kBlock
 
 // What the kernel is given: rows of x in the order of the index, with their scales.
 struct WideGateUp {
@@ -81,8 +81,9 @@ struct WideGateUpTask {
       const TensorScales scales(a.weights, tile.expert);
       stage<Rows>([&](int i, int) {
         const float* gate = totals + 2 * i;
-        return float2{silu_times(gate[0] * scales.gate, gate[2] * scales.up) * scales.act_reciprocal,
-                      silu_times(gate[1] * scales.gate, gate[3] * scales.up) * scales.act_reciprocal};
+        return float2{
+            silu_times(gate[0] * scales.gate, gate[2] * scales.up) * scales.act_reciprocal,
+            silu_times(gate[1] * scales.gate, gate[3] * scales.up) * scales.act_reciprocal};
       });
     }
     write();
@@ -122,8 +123,7 @@ struct WideGateUpTask {
     const int token = static_cast<int>(threadIdx.x);
     if (token < Rows) {
       const SharedAddress largest = memory.start + token * 4;
-      const float most =
-          __uint_as_float(load_shared_word(largest + memory.largest_at(number % 3)));
+      const float most = __uint_as_float(load_shared_word(largest + memory.largest_at(number % 3)));
       const float scale = scale_of_largest(most);
       store_shared_float(memory.factors() + token * 4, 1.0f / scale);
       if (rank == 0 && token < tile.rows) {
@@ -169,8 +169,8 @@ struct WideGateUpTask {
   }
 
   __device__ __forceinline__ SharedAddress staged() const {
-    return memory.staged() + f.group * kWideGroupColumns * (memory.layout.stage_bytes / kStageValues -
-                                                            kWideWeightRows);
+    return memory.staged() + f.group * kWideGroupColumns *
+                                 (memory.layout.stage_bytes / kStageValues - kWideWeightRows);
   }
 };
 
@@ -184,11 +184,10 @@ __device__ __forceinline__ void multiply_gate_up(const WideMemory<Cluster>& memo
   int part;
   begin_turns(f);
   for (int number = 0; walk.next(tile, part); ++number) {
-    const int column0 = (part * Cluster + static_cast<int>(rank)) * kWideColumns +
-                        f.group * kWideGroupColumns;
-    run_wide(wide_steps(tile),
-             WideGateUpTask<Cluster, format>{memory, p, a, f, place, tile, turns, number, part,
-                                             column0, rank});
+    const int column0 =
+        (part * Cluster + static_cast<int>(rank)) * kWideColumns + f.group * kWideGroupColumns;
+    run_wide(wide_steps(tile), WideGateUpTask<Cluster, format>{memory, p, a, f, place, tile, turns,
+                                                               number, part, column0, rank});
   }
   end_turns(f);
 }
