@@ -46,7 +46,7 @@ struct Config {
   int gate_up_pieces;
   // The kernels for many rows an expert (wide.cuh): tiles of a multiple of 32 rows, up to 192.
   bool wide_gate_up = false;
-  bool wide_down = false;
+  int wide_down = 0;     // CTAs of a cluster, 0: none
   int wide_cluster = 2;  // CTAs that share the tokens of wide_gate_up, 1 or 2; kBlock: 2
 };
 
@@ -129,7 +129,7 @@ inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
 inline std::ostream& operator<<(std::ostream& out, const Config& c) {
   out << "tiles of " << c.tile_rows << " rows, " << c.gate_up_pieces << " pieces";
   if (c.wide_gate_up) out << ", wide gate-up of " << c.wide_cluster;
-  if (c.wide_down) out << ", wide down";
+  if (c.wide_down) out << ", wide down of " << c.wide_down;
   return out;
 }
 

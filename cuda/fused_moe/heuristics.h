@@ -37,12 +37,12 @@ inline int choose_tile_rows(const Problem& p) {
 // The wide kernels with tiles of `rows` rows, where they can be: a down product whose stages have
 // two scales of weights is left to the others, and these have tiles of 64 or 128.
 inline Config wide_config(const Problem& p, int rows) {
-  const bool wide_down = p.format == Format::kTensor || p.block_rows == kBlock;
-  const int most = wide_down ? rows : rows < 128 ? 64 : 128;
+  const bool has_wide_down = p.format == Format::kTensor || p.block_rows == kBlock;
+  const int most = has_wide_down ? rows : rows < 128 ? 64 : 128;
   return {.tile_rows = most,
           .gate_up_pieces = 1,
           .wide_gate_up = true,
-          .wide_down = wide_down,
+          .wide_down = has_wide_down ? 1 : 0,
           .wide_cluster = 2};
 }
 

@@ -4,7 +4,6 @@
 #include "fused_moe/launch_kernel.h"
 #include "fused_moe/prepare.cuh"
 #include "fused_moe/reduce.cuh"
-#include "fused_moe/sort.cuh"
 
 namespace jax_hpc::fused_moe {
 namespace {
@@ -14,24 +13,46 @@ int quantizing_ctas(const Problem& p, const Arrays& a, int threads) {
   return a.x_is_fp8 ? 0 : ceil_div(p.tokens * blocks_of(p.hidden, kBlock), threads / kGroupLanes);
 }
 
+// Of x in e4m3, in the order of the tokens.
+TokenRows quantized_rows(const Arrays& a) {
+  return a.x_is_fp8 ? TokenRows{a.x, a.x_scale} : TokenRows{a.workspace.x, a.workspace.x_scale};
+}
+
+// Rows of x in the order of the index lie where the experts' outputs will be, which are twice as
+// long; and behind all of them their scales.
+Sorted sorted_rows(const Problem& p, const Arrays& a) {
+  auto* bytes = static_cast<uint8_t*>(a.workspace.rows.outputs);
+  return {bytes, reinterpret_cast<float*>(bytes + num_pairs(p) * p.hidden)};
+}
+
+template <bool kPerGroup>
+cudaError_t launch_segments(const Problem& p, const Config& config, const Arrays& a, bool overlaps,
+                            cudaStream_t stream) {
+  const Plan plan(p, config, kPlaceThreads);
+  const int quantizing = config.wide_gate_up ? 0 : quantizing_ctas(p, a, kCountThreads);
+  LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas + quantizing)),
+                    .threads = kCountThreads};
+  const cudaError_t status = launch_kernel(count_kernel<kPerGroup>, shape, stream, p, plan, a);
+  if (status != cudaSuccess) return status;
+  shape = {.grid = dim3(static_cast<unsigned>(plan.ctas)),
+           .threads = kPlaceThreads,
+           .overlaps_previous = overlaps};
+  const auto kernel =
+      config.wide_gate_up ? place_kernel<kPerGroup, true> : place_kernel<kPerGroup, false>;
+  return launch_kernel(kernel, shape, stream, p, plan, a, sorted_rows(p, a));
+}
+
 template <bool kPerGroup>
 cudaError_t launch_prepare_as(const Problem& p, const Config& config, const Arrays& a,
                               bool overlaps, cudaStream_t stream) {
+  if (has_segments(p, config)) return launch_segments<kPerGroup>(p, config, a, overlaps, stream);
   constexpr auto kSmall = prepare_kernel<kSmallWarps, kSmallRounds, kPerGroup>;
   constexpr auto kLarge = prepare_kernel<kLargeWarps, kLargeRounds, kPerGroup>;
   const bool is_small = num_pairs(p) <= kSmallWarps * kSmallRounds * kWarpSize;
   const int threads = (is_small ? kSmallWarps : kLargeWarps) * kWarpSize;
-  const Plan plan(p, config, threads);
-  LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas + quantizing_ctas(p, a, threads))),
-                    .threads = threads};
-  if (plan.ctas == 1) {
-    return launch_kernel(is_small ? kSmall : kLarge, shape, stream, p, plan, a);
-  }
-  const cudaError_t status = launch_kernel(count_kernel<kPerGroup>, shape, stream, p, plan, a);
-  if (status != cudaSuccess) return status;
-  shape.grid = dim3(static_cast<unsigned>(plan.ctas));
-  shape.overlaps_previous = overlaps;
-  return launch_kernel(place_kernel, shape, stream, plan, a);
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(1 + quantizing_ctas(p, a, threads))),
+                          .threads = threads};
+  return launch_kernel(is_small ? kSmall : kLarge, shape, stream, p, Plan(p, config, threads), a);
 }
 
 bool is_supported(const Problem& p, const Config& config) {
@@ -40,43 +61,20 @@ bool is_supported(const Problem& p, const Config& config) {
          groups <= kMostGroups && config.tile_rows <= kMostTileRows;
 }
 
-// Of x in e4m3, in the order of the tokens.
-TokenRows quantized_rows(const Arrays& a) {
-  return a.x_is_fp8 ? TokenRows{a.x, a.x_scale} : TokenRows{a.workspace.x, a.workspace.x_scale};
-}
-
-// Rows of x in the order of the index lie where the experts' outputs will be, which are twice as
-// long; and behind all of them their scales.
-uint4* sorted_values(const Arrays& a) { return static_cast<uint4*>(a.workspace.rows.outputs); }
-float* sorted_scales(const Problem& p, const Arrays& a) {
-  auto* bytes = static_cast<uint8_t*>(a.workspace.rows.outputs);
-  return reinterpret_cast<float*>(bytes + num_pairs(p) * p.hidden);
-}
-
-cudaError_t launch_sort(const Problem& p, const Arrays& a, bool overlaps, cudaStream_t stream) {
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(p.tokens)),
-                          .threads = kSortThreads,
-                          .overlaps_previous = overlaps};
-  return launch_kernel(sort_kernel, shape, stream, p, a.workspace.pair_row, quantized_rows(a),
-                       sorted_values(a), sorted_scales(p, a));
-}
-
 }  // namespace
 
 cudaError_t launch_prepare(const Problem& problem, const Config& config, const Arrays& arrays,
                            bool overlaps, cudaStream_t stream) {
   if (!is_supported(problem, config)) return cudaErrorInvalidValue;
-  const cudaError_t status =
-      problem.format == Format::kBlock
-          ? launch_prepare_as<true>(problem, config, arrays, overlaps, stream)
-          : launch_prepare_as<false>(problem, config, arrays, overlaps, stream);
-  if (status != cudaSuccess || !config.wide_gate_up) return status;
-  return launch_sort(problem, arrays, overlaps, stream);
+  return problem.format == Format::kBlock
+             ? launch_prepare_as<true>(problem, config, arrays, overlaps, stream)
+             : launch_prepare_as<false>(problem, config, arrays, overlaps, stream);
 }
 
 TokenRows prepared_rows(const Problem& problem, const Config& config, const Arrays& arrays) {
   if (!config.wide_gate_up) return quantized_rows(arrays);
-  return {sorted_values(arrays), sorted_scales(problem, arrays)};
+  const Sorted sorted = sorted_rows(problem, arrays);
+  return {sorted.values, sorted.scale};
 }
 
 cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool overlaps,

@@ -118,15 +118,14 @@ cudaError_t make_wide_gate_up_map(const Problem& p, const void* gate_up, CUtenso
   return make_gate_up_map(p, kTwoWarpgroups, gate_up, map);
 }
 
-// A box is the even ones of 16 rows, the odd ones, and so on.
 cudaError_t make_wide_down_map(const Problem& p, const void* down, CUtensorMap* map) {
   constexpr uint64_t kSlabRows = 2 * kGroupRows;
   const auto hidden = static_cast<uint64_t>(p.hidden);
   const auto inter = static_cast<uint64_t>(p.inter);
   const Dimension dimensions[] = {
       {inter, kRowValues, 1},
-      {kGroupRows, kGroupRows, 2 * inter},
-      {2, 2, inter},
+      {kGroupRows, kGroupRows, inter},
+      {2, 2, kGroupRows * inter},
       {hidden / kSlabRows, kWideWeightRows / kSlabRows, kSlabRows * inter},
       {static_cast<uint64_t>(p.experts), 1, hidden * inter}};
   return encode(down, dimensions, map);

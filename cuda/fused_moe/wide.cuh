@@ -29,6 +29,15 @@ constexpr int kGroupBarrier = 1;  // and the next, of one warpgroup
 constexpr int kConsumerBarrier = 3;
 constexpr int kTurnBarrier = 4;  // and the next
 
+// CTAs that share the copies of tokens.
+#ifdef JAX_HPC_WIDE_ALONE
+template <int Cluster>
+constexpr int kSharing = 1;
+#else
+template <int Cluster>
+constexpr int kSharing = Cluster;
+#endif
+
 template <int Cluster>
 struct WideMemory {
   SharedAddress start;
@@ -70,22 +79,18 @@ struct WideMemory {
 #pragma unroll 1
     for (int i = 0; i < layout.stages; ++i) {
       init_barrier(full(i), arrivals_to_fill);
-      init_barrier(empty(i), Cluster * kWideConsumerWarps);
+      init_barrier(empty(i), kSharing<Cluster> * kWideConsumerWarps);
     }
     init_barrier(start + exchanged_at(), Cluster * kWideConsumerWarps);
     fence_barrier_init();
   }
   __device__ __forceinline__ void wait_empty(int stage, uint32_t parity) const {
-    if constexpr (Cluster == 1) {
-      wait(empty(stage), parity);
-    } else {
-      wait_for_cluster(empty(stage), parity);
-    }
+    wait(empty(stage), parity);
   }
   // Tells both CTAs that this warp is done with a stage.
   __device__ __forceinline__ void release(int stage, int lane) const {
     __syncwarp();
-    if constexpr (Cluster == 1) {
+    if constexpr (kSharing<Cluster> == 1) {
       if (lane == 0) arrive(empty(stage));
     } else {
       if (lane < Cluster) arrive_in_cluster(own_or_peer + (empty(stage) - start));
@@ -145,20 +150,21 @@ __device__ __forceinline__ void copy_wide_rows(const WideMemory<Cluster>& memory
   Tile tile;
   int part;
   while (walk.next(tile, part)) {
-    const int boxes = wide_steps(tile) * (kWideStep / kWideBoxRows) / Cluster;
-    const int first = static_cast<int>(rank) * boxes;
+    constexpr int kShare = kSharing<Cluster>;
+    const int boxes = wide_steps(tile) * (kWideStep / kWideBoxRows) / kShare;
+    const int first = kShare == 1 ? 0 : static_cast<int>(rank) * boxes;
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance(memory.layout.stages)) {
       memory.wait_empty(place.stage, place.parity ^ 1);
       const SharedAddress full = memory.full(place.stage);
-      arrive_expecting(full, static_cast<uint32_t>(Cluster * boxes * kBoxBytes));
+      arrive_expecting(full, static_cast<uint32_t>(kShare * boxes * kBoxBytes));
       for (int i = first; i < first + boxes; ++i) {
         const SharedAddress to = memory.rows(place.stage) + i * kBoxBytes;
         const int row = tile.first_row + i * kWideBoxRows;
-        if constexpr (Cluster == 1) {
+        if constexpr (kShare == 1) {
           copy_tile(to, map, full, turn * kStageValues, row);
         } else {
-          copy_tile_to_cluster(to, map, full, turn * kStageValues, row, (1u << Cluster) - 1);
+          copy_tile_to_cluster(to, map, full, turn * kStageValues, row, (1u << kShare) - 1);
         }
       }
     }

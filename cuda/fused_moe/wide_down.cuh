@@ -1,16 +1,18 @@
 // outputs = down of the intermediate's rows, for many rows an expert: 128 hidden values to a CTA's
 // part of a task.
 //
-// Of 16 weight rows the tensor cores see the even ones first: a thread's two results of a token are
-// neighbours in the output, and eight lanes write 32 bytes.
+// A warpgroup turns its results over in shared memory, so that a warp writes 128 bytes of a token
+// at once.
 #pragma once
 
 #include "fused_moe/wide.cuh"
 
 namespace jax_hpc::fused_moe {
 
-constexpr int kWideSlabRows = 16;
 constexpr int kWideDownScales = sizeof(float);  // of a token, kBlock
+// A warpgroup's results of a token, and what puts those of eight tokens into different banks.
+constexpr int kWideTokenBytes = kWeightRows * 2 + 16;
+constexpr int kWideDownStaged = kWideGroups * kWideTokenBytes;
 
 struct WideDown {
   Index index;
@@ -30,7 +32,7 @@ struct WideDownTask {
   WidePlace& place;
   const Tile& tile;
   int turns;
-  int hidden0;  // of the warp
+  int hidden0;  // of the warpgroup
 
   template <int Rows>
   __device__ __forceinline__ void run() const {
@@ -41,21 +43,46 @@ struct WideDownTask {
     }
     float totals[Rows / 2];
     multiply_wide<kHasBlocks ? 1 : 0, Rows>(memory, turns, f, place, totals);
-    if (hidden0 >= p.hidden) return;  // a multiple of 16, as hidden is
-    auto* to = static_cast<uint16_t*>(a.rows.outputs) +
-               int64_t{tile.first_row + f.token0} * p.hidden + hidden0 + 2 * f.row;
+    stage<Rows>(factor, totals);
+    write();
+  }
+
+  // Gathers the warpgroup's results. A lane names the place of eight results of a token: of eight
+  // lanes those of eight tokens, of the next eight lanes the same tokens' next results.
+  template <int Rows>
+  __device__ __forceinline__ void stage(float factor, const float (&totals)[Rows / 2]) const {
+    sync_threads<kWarpgroup>(kGroupBarrier + f.group);
+    const int token = f.lane / 16 * 8 + f.lane % 8;
+    const int result = f.warp * 16 + f.lane / 8 % 2 * 8;
+    SharedAddress to = staged() + token * kWideTokenBytes + result * 2;
 #pragma unroll
-    for (int j = 0; j < Rows / 8; ++j, to += 8 * p.hidden) {
-      const int token = 8 * j + f.token0;
-      if (token < tile.rows) {
-        *reinterpret_cast<uint32_t*>(to) =
-            pack_bf16(totals[4 * j] * factor, totals[4 * j + 2] * factor);
-      }
-      if (token + 1 < tile.rows) {
-        *reinterpret_cast<uint32_t*>(to + p.hidden) =
-            pack_bf16(totals[4 * j + 1] * factor, totals[4 * j + 3] * factor);
-      }
+    for (int j = 0; j < Rows / 8; j += 2, to += 16 * kWideTokenBytes) {
+      const float* first = totals + 4 * j;
+      store_transposed(to, {pack_bf16(first[0] * factor, first[1] * factor),
+                            pack_bf16(first[2] * factor, first[3] * factor),
+                            pack_bf16(first[4] * factor, first[5] * factor),
+                            pack_bf16(first[6] * factor, first[7] * factor)});
     }
+    sync_threads<kWarpgroup>(kGroupBarrier + f.group);
+  }
+
+  // Writes what was gathered, eight results of a token to a thread.
+  __device__ __forceinline__ void write() const {
+    constexpr int kUnit = 8;
+    constexpr int kUnits = kWeightRows / kUnit;
+    const int thread = f.warp * kWarpSize + f.lane;
+    const int within = thread % kUnits * kUnit;
+    if (hidden0 + within >= p.hidden) return;  // a multiple of 16, as hidden is
+    auto* to = static_cast<uint16_t*>(a.rows.outputs) + hidden0 + within;
+#pragma unroll 4
+    for (int token = thread / kUnits; token < tile.rows; token += kWarpgroup / kUnits) {
+      *reinterpret_cast<uint4*>(to + int64_t{tile.first_row + token} * p.hidden) =
+          load_shared_words(staged() + token * kWideTokenBytes + within * 2);
+    }
+  }
+
+  __device__ __forceinline__ SharedAddress staged() const {
+    return memory.staged() + f.group * kWideTokenBytes * memory.layout.rows();
   }
 };
 
@@ -69,8 +96,8 @@ __device__ __forceinline__ void multiply_down(const WideMemory<Cluster>& memory,
   int part;
   begin_turns(f);
   while (walk.next(tile, part)) {
-    const int hidden0 = (part * Cluster + static_cast<int>(rank)) * kWideWeightRows +
-                        f.group * kWeightRows + f.warp * kWideSlabRows;
+    const int hidden0 =
+        (part * Cluster + static_cast<int>(rank)) * kWideWeightRows + f.group * kWeightRows;
     run_wide(wide_steps(tile),
              WideDownTask<Cluster, format>{memory, p, a, f, place, tile, turns, hidden0});
   }
@@ -117,8 +144,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     leave_registers<kWideProducerRegisters>();
     if (warp == kWideWeightWarp) {
       if (elect_one()) {
-        copy_wide_weights(memory, walk, turns, kWideWeightRows / kWideSlabRows, rank, &weight_map,
-                          a.policy);
+        copy_wide_weights(memory, walk, turns, kWideWeightRows / (2 * kGroupRows), rank,
+                          &weight_map, a.policy);
       }
     } else {
       wait_for_previous_kernel();

@@ -112,7 +112,7 @@ struct WideGateUpTask {
       }
     }
     __syncwarp();
-    if (f.lane < Cluster) arrive_in_cluster(memory.own_or_peer + memory.exchanged_at());
+    if (f.lane < Cluster) arrive_after_writes(memory.own_or_peer + memory.exchanged_at());
     wait_for_cluster(memory.start + memory.exchanged_at(), static_cast<uint32_t>(number % 2));
   }
 
@@ -169,8 +169,7 @@ struct WideGateUpTask {
   }
 
   __device__ __forceinline__ SharedAddress staged() const {
-    return memory.staged() + f.group * kWideGroupColumns *
-                                 (memory.layout.stage_bytes / kStageValues - kWideWeightRows);
+    return memory.staged() + f.group * kWideGroupColumns * memory.layout.rows();
   }
 };
 

@@ -32,8 +32,13 @@ __device__ __forceinline__ void copy_tile_to_cluster(SharedAddress to, const CUt
       : "memory");
 }
 
-// An arrival at a barrier of any CTA of the cluster; the address is of address_in_cluster.
+// An arrival at a barrier of any CTA of the cluster, whose address is of address_in_cluster. It
+// orders nothing that other CTAs read: an arrival that does waits for the memory system.
 __device__ __forceinline__ void arrive_in_cluster(SharedAddress barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// The same, after everything that this warp has written to the cluster.
+__device__ __forceinline__ void arrive_after_writes(SharedAddress barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
                : "memory");
 }
@@ -64,6 +69,14 @@ __device__ __forceinline__ uint4 load_shared_words(SharedAddress from) {
                : "r"(from)
                : "memory");
   return value;
+}
+
+// Stores four 8x8 matrices of 16-bit values, of which lane l holds, a word each, row l / 4, columns
+// 2 (l % 4) and the next: column i of matrix m, 16 bytes, goes where lane 8 m + i says.
+__device__ __forceinline__ void store_transposed(SharedAddress to, uint4 matrices) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(matrices.x), "r"(matrices.y), "r"(matrices.z), "r"(matrices.w)
+               : "memory");
 }
 
 // Half of a turn's barrier: does not wait for the other `Count` threads.

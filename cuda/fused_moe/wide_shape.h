@@ -24,6 +24,8 @@ struct WideLayout {
   int control_at;
   int total;
 
+  __host__ __device__ int rows() const { return stage_bytes / kBlock - kWideWeightRows; }
+
   WideLayout(int rows, int scales, int staged) {
     constexpr int kMostStages = 8;
     constexpr int kAlignment = 1024;

@@ -38,7 +38,7 @@ inline fused_moe::Config forced_or_chosen(const fused_moe::Problem& p, int sms) 
   std::sscanf(wide, "%d %d %d", &rows, &cluster, &down);
   fused_moe::Config config = fused_moe::wide_config(p, rows);
   config.wide_cluster = p.format == fused_moe::Format::kBlock ? 2 : cluster;
-  if (down == 0) config.wide_down = false;
+  if (down == 0 || config.wide_down > 0) config.wide_down = down;
   return config;
 }
 
