@@ -40,14 +40,13 @@ constexpr int warpgroups_of(int tile_rows) { return tile_rows <= 64 ? 1 : 2; }
 
 // How every stage cuts the work. Made by choose() alone (heuristics.h).
 struct Config {
-  int tile_rows;  // rows of a tile: 8, 16, 32, 64 or 128
+  int tile_rows;  // rows of a tile: 8, 16, 32, 64 or 128, or what is_wide says
   // Pieces of the hidden axis that a gate-up tile multiplies side by side, 1 or 4: with 4 a tile
   // has 8 columns of the intermediate instead of 32, so that a single token keeps all SMs busy.
   int gate_up_pieces;
-  // The kernels for many rows an expert (wide.cuh): tiles of a multiple of 32 rows, up to 192.
-  bool wide_gate_up = false;
-  int wide_down = 0;     // CTAs of a cluster, 0: none
-  int wide_cluster = 2;  // CTAs that share the tokens of wide_gate_up, 1 or 2; kBlock: 2
+  // The products for many rows an expert (wide.cuh): tiles of a multiple of 32 rows, up to 192, and
+  // of kBlock blocks of 128 rows.
+  bool is_wide = false;
 };
 
 // A row is a (token, choice) pair whose expert lives on this rank. Rows are ordered by expert, and
@@ -127,10 +126,9 @@ inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
 }
 
 inline std::ostream& operator<<(std::ostream& out, const Config& c) {
-  out << "tiles of " << c.tile_rows << " rows, " << c.gate_up_pieces << " pieces";
-  if (c.wide_gate_up) out << ", wide gate-up of " << c.wide_cluster;
-  if (c.wide_down) out << ", wide down of " << c.wide_down;
-  return out;
+  out << "tiles of " << c.tile_rows << " rows, ";
+  if (c.is_wide) return out << "wide";
+  return out << c.gate_up_pieces << " pieces";
 }
 
 }  // namespace jax_hpc::fused_moe

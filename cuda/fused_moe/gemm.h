@@ -19,7 +19,7 @@ cudaError_t launch_down(const Problem& problem, const Config& config, const Inde
                         const Weights& weights, const RowBuffers& rows, bool overlaps_previous,
                         int num_sms, cudaStream_t stream);
 
-// The same with Config::wide_gate_up, of rows that lie in the order of the index, and wide_down.
+// The same with Config::is_wide, and rows of x that lie in the order of the index.
 cudaError_t launch_wide_gate_up(const Problem& problem, const Config& config, const Index& index,
                                 const TokenRows& sorted, const Weights& weights,
                                 const RowBuffers& rows, bool overlaps_previous, int num_sms,

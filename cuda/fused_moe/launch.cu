@@ -29,7 +29,7 @@ template <bool kPerGroup>
 cudaError_t launch_segments(const Problem& p, const Config& config, const Arrays& a, bool overlaps,
                             cudaStream_t stream) {
   const Plan plan(p, config, kPlaceThreads);
-  const int quantizing = config.wide_gate_up ? 0 : quantizing_ctas(p, a, kCountThreads);
+  const int quantizing = config.is_wide ? 0 : quantizing_ctas(p, a, kCountThreads);
   LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas + quantizing)),
                     .threads = kCountThreads};
   const cudaError_t status = launch_kernel(count_kernel<kPerGroup>, shape, stream, p, plan, a);
@@ -38,7 +38,7 @@ cudaError_t launch_segments(const Problem& p, const Config& config, const Arrays
            .threads = kPlaceThreads,
            .overlaps_previous = overlaps};
   const auto kernel =
-      config.wide_gate_up ? place_kernel<kPerGroup, true> : place_kernel<kPerGroup, false>;
+      config.is_wide ? place_kernel<kPerGroup, true> : place_kernel<kPerGroup, false>;
   return launch_kernel(kernel, shape, stream, p, plan, a, sorted_rows(p, a));
 }
 
@@ -72,7 +72,7 @@ cudaError_t launch_prepare(const Problem& problem, const Config& config, const A
 }
 
 TokenRows prepared_rows(const Problem& problem, const Config& config, const Arrays& arrays) {
-  if (!config.wide_gate_up) return quantized_rows(arrays);
+  if (!config.is_wide) return quantized_rows(arrays);
   const Sorted sorted = sorted_rows(problem, arrays);
   return {sorted.values, sorted.scale};
 }

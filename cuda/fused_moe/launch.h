@@ -21,7 +21,7 @@ constexpr int kSegments = 128;  // more, where one would have more pairs than th
 constexpr int kPairsOfSegment = 4096;
 
 constexpr bool has_segments(const Problem& p, const Config& c) {
-  return c.wide_gate_up || num_pairs(p) > kPairsOfOne;
+  return c.is_wide || num_pairs(p) > kPairsOfOne;
 }
 constexpr int segment_tokens(const Problem& p) {
   const int most = kPairsOfSegment / p.top_k;
@@ -79,7 +79,7 @@ cudaError_t launch(const Problem& problem, const Config& config, const Arrays& a
                    bool overlaps, int num_sms, cudaStream_t stream);
 
 // Its stages, but for the products of gemm.h. To prepare is to quantise x and to make the index,
-// and with Config::wide_gate_up to put x in its order.
+// and with Config::is_wide to put x in its order.
 cudaError_t launch_prepare(const Problem& problem, const Config& config, const Arrays& arrays,
                            bool overlaps, cudaStream_t stream);
 // The rows of x that gate-up reads, once they are prepared.

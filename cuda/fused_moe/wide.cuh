@@ -1,9 +1,8 @@
 // What the wide products share, for many rows an expert: 128 weight rows of a CTA times up to 192
 // tokens, so that a stage is longer in the tensor cores than on its way from the L2 cache.
 //
-// Two warpgroups multiply, 64 weight rows each. Two CTAs of a cluster have neighbouring weight rows
-// and the same tokens, of which each copies half, to both. While one warpgroup adds a stage's sums
-// up in float32, the other's products run.
+// Two warpgroups multiply, 64 weight rows each, and run freely: while one adds a stage's sums up in
+// float32, the other's products run.
 #pragma once
 
 #include "fused_moe/grouped.cuh"
@@ -29,28 +28,16 @@ constexpr int kGroupBarrier = 1;  // and the next, of one warpgroup
 constexpr int kConsumerBarrier = 3;
 constexpr int kTurnBarrier = 4;  // and the next
 
-// CTAs that share the copies of tokens.
-#ifdef JAX_HPC_WIDE_ALONE
-template <int Cluster>
-constexpr int kSharing = 1;
-#else
-template <int Cluster>
-constexpr int kSharing = Cluster;
-#endif
-
-template <int Cluster>
 struct WideMemory {
   SharedAddress start;
-  SharedAddress own_or_peer;  // in the cluster: lane i < Cluster has the start in CTA i
   const WideLayout& layout;
 
-  __device__ __forceinline__ WideMemory(const uint8_t* dynamic, const WideLayout& given, int lane)
+  __device__ __forceinline__ WideMemory(const uint8_t* dynamic, const WideLayout& given)
       : layout(given) {
     constexpr uint32_t kAlignment = kGroupBytes;
     const SharedAddress address = shared_address(dynamic);
     const uint32_t aligned = (address + kAlignment - 1) / kAlignment * kAlignment;
     start = __shfl_sync(~0u, aligned, 0);
-    own_or_peer = Cluster == 1 ? start : address_in_cluster(start, lane % Cluster);
   }
 
   __device__ __forceinline__ SharedAddress weights(int stage) const {
@@ -74,27 +61,20 @@ struct WideMemory {
   }
   __device__ __forceinline__ SharedAddress factors() const { return start + largest_at(3); }
 
-  // By one thread.
-  __device__ __forceinline__ void init(int arrivals_to_fill) const {
+  // By one thread. Exchanging: warps that tell each other magnitudes.
+  __device__ __forceinline__ void init(int arrivals_to_fill, int exchanging) const {
 #pragma unroll 1
     for (int i = 0; i < layout.stages; ++i) {
       init_barrier(full(i), arrivals_to_fill);
-      init_barrier(empty(i), kSharing<Cluster> * kWideConsumerWarps);
+      init_barrier(empty(i), kWideConsumerWarps);
     }
-    init_barrier(start + exchanged_at(), Cluster * kWideConsumerWarps);
+    init_barrier(start + exchanged_at(), exchanging);
     fence_barrier_init();
   }
-  __device__ __forceinline__ void wait_empty(int stage, uint32_t parity) const {
-    wait(empty(stage), parity);
-  }
-  // Tells both CTAs that this warp is done with a stage.
+  // Tells that this warp, all of it, is done with a stage.
   __device__ __forceinline__ void release(int stage, int lane) const {
     __syncwarp();
-    if constexpr (kSharing<Cluster> == 1) {
-      if (lane == 0) arrive(empty(stage));
-    } else {
-      if (lane < Cluster) arrive_in_cluster(own_or_peer + (empty(stage) - start));
-    }
+    if (lane == 0) arrive(empty(stage));
   }
 };
 
@@ -109,63 +89,70 @@ struct WidePlace {
   }
 };
 
+// A CTA's tasks: neighbours of a cluster have neighbouring parts of a tile.
 template <int Cluster>
-__device__ __forceinline__ TaskWalk wide_walk(const Index& index, int extent, int cta_extent) {
-  return {index, nullptr, ceil_div(extent, Cluster * cta_extent),
-          static_cast<int>(blockIdx.x) / Cluster, static_cast<int>(gridDim.x) / Cluster};
-}
+class WideWalk {
+ public:
+  // Of `extent` weight rows or columns, of which a CTA has `cta_extent`.
+  __device__ __forceinline__ WideWalk(const Index& index, int extent, int cta_extent)
+      : walk_(index, nullptr, ceil_div(extent, Cluster * cta_extent),
+              static_cast<int>(blockIdx.x) / Cluster, static_cast<int>(gridDim.x) / Cluster),
+        rank_(Cluster > 1 ? static_cast<int>(cluster_rank()) : 0) {}
+
+  // A part may lie behind all columns, in the second CTA of a cluster.
+  __device__ __forceinline__ bool next(Tile& tile, int& part) {
+    if (!walk_.next(tile, part)) return false;
+    part = part * Cluster + rank_;
+    return true;
+  }
+
+ private:
+  TaskWalk walk_;
+  int rank_;
+};
 
 __device__ __forceinline__ int wide_steps(const Tile& tile) {
   return ceil_div(tile.rows, kWideStep);
 }
 
-// By one thread: 128 weight rows, `groups_of_part` groups of them to a CTA's part of a task.
-template <int Cluster>
-__device__ __forceinline__ void copy_wide_weights(const WideMemory<Cluster>& memory, TaskWalk walk,
-                                                  int turns, int groups_of_part, uint32_t rank,
-                                                  const CUtensorMap* map, uint64_t policy) {
+// By one thread: 128 weight rows, `groups` groups of them.
+template <class Walk>
+__device__ __forceinline__ void copy_wide_weights(const WideMemory& memory, Walk walk, int turns,
+                                                  int groups, const CUtensorMap* map,
+                                                  uint64_t policy) {
   WidePlace place;
   Tile tile;
   int part;
   while (walk.next(tile, part)) {
-    const int group = (part * Cluster + static_cast<int>(rank)) * groups_of_part;
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance(memory.layout.stages)) {
-      memory.wait_empty(place.stage, place.parity ^ 1);
+      wait(memory.empty(place.stage), place.parity ^ 1);
       const SharedAddress full = memory.full(place.stage);
       arrive_expecting(full, kWideWeightRows * kStageValues);
-      copy_wide_weights(memory.weights(place.stage), map, full, turn * kStageValues, group,
+      copy_wide_weights(memory.weights(place.stage), map, full, turn * kStageValues, part * groups,
                         tile.expert, policy);
     }
   }
 }
 
-// By one thread: this CTA's half of a tile's rows, to both. What lies behind a tile's last row is
-// nobody's business.
-template <int Cluster>
-__device__ __forceinline__ void copy_wide_rows(const WideMemory<Cluster>& memory, TaskWalk walk,
-                                               int turns, uint32_t rank, const CUtensorMap* map) {
+// By one thread: a tile's rows. What lies behind its last row is nobody's business.
+template <class Walk>
+__device__ __forceinline__ void copy_wide_rows(const WideMemory& memory, Walk walk, int turns,
+                                               const CUtensorMap* map) {
   constexpr int kBoxBytes = kWideBoxRows * kStageValues;
   WidePlace place;
   Tile tile;
   int part;
   while (walk.next(tile, part)) {
-    constexpr int kShare = kSharing<Cluster>;
-    const int boxes = wide_steps(tile) * (kWideStep / kWideBoxRows) / kShare;
-    const int first = kShare == 1 ? 0 : static_cast<int>(rank) * boxes;
+    const int boxes = wide_steps(tile) * (kWideStep / kWideBoxRows);
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance(memory.layout.stages)) {
-      memory.wait_empty(place.stage, place.parity ^ 1);
+      wait(memory.empty(place.stage), place.parity ^ 1);
       const SharedAddress full = memory.full(place.stage);
-      arrive_expecting(full, static_cast<uint32_t>(kShare * boxes * kBoxBytes));
-      for (int i = first; i < first + boxes; ++i) {
-        const SharedAddress to = memory.rows(place.stage) + i * kBoxBytes;
-        const int row = tile.first_row + i * kWideBoxRows;
-        if constexpr (kShare == 1) {
-          copy_tile(to, map, full, turn * kStageValues, row);
-        } else {
-          copy_tile_to_cluster(to, map, full, turn * kStageValues, row, (1u << kShare) - 1);
-        }
+      arrive_expecting(full, static_cast<uint32_t>(boxes * kBoxBytes));
+      for (int i = 0; i < boxes; ++i) {
+        copy_tile(memory.rows(place.stage) + i * kBoxBytes, map, full, turn * kStageValues,
+                  tile.first_row + i * kWideBoxRows);
       }
     }
   }
@@ -174,10 +161,10 @@ __device__ __forceinline__ void copy_wide_rows(const WideMemory<Cluster>& memory
 // Scales of a task's tokens and weights, multiplied beforehand: Count products of a token, with as
 // many weights. By two warps, whose lanes have three tokens each; those of the next turn are read
 // before there is room for them.
-template <int Count, int Cluster>
+template <int Count>
 class WideScales {
  public:
-  __device__ __forceinline__ WideScales(const WideMemory<Cluster>& memory, int warp, int lane)
+  __device__ __forceinline__ WideScales(const WideMemory& memory, int warp, int lane)
       : memory_(memory), lane_(lane), first_(warp * kWarpSize + lane) {}
 
   // Of turn i, token scales lie `stride` floats apart.
@@ -193,7 +180,7 @@ class WideScales {
 #pragma unroll
       for (int i = 0; i < Count; ++i) weight[i] = next_weight_[i];
       if (turn + 1 < turns) read(rows, stride, tokens, weights, turn + 1);
-      memory_.wait_empty(place_.stage, place_.parity ^ 1);
+      wait(memory_.empty(place_.stage), place_.parity ^ 1);
       const SharedAddress to = memory_.scales(place_.stage);
 #pragma unroll
       for (int i = 0; i < kTokens; ++i) {
@@ -225,7 +212,7 @@ class WideScales {
     for (int i = 0; i < Count; ++i) next_weight_[i] = weights[i][turn];
   }
 
-  const WideMemory<Cluster>& memory_;
+  const WideMemory& memory_;
   int lane_;
   int first_;
   WidePlace place_;
@@ -260,8 +247,8 @@ __device__ __forceinline__ void add_wide(SharedAddress scales, const Fragment& f
 
 // A task's products. The warpgroups take turns at asking for them, so that each adds its sums up
 // while the other's run.
-template <int Count, int Rows, int Cluster>
-__device__ __forceinline__ void multiply_wide(const WideMemory<Cluster>& memory, int turns,
+template <int Count, int Rows>
+__device__ __forceinline__ void multiply_wide(const WideMemory& memory, int turns,
                                               const Fragment& f, WidePlace& place,
                                               float (&totals)[Rows / 2]) {
 #pragma unroll

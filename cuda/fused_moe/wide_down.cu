@@ -13,19 +13,16 @@ struct Maps {
   CUtensorMap act;
 };
 
-template <int Cluster, Format format>
+template <Format format>
 cudaError_t launch_as(const Problem& p, const Config& config, const WideDown& arrays,
                       const Maps& maps, bool overlaps_previous, int num_sms, cudaStream_t stream) {
-  const int64_t tasks = max_tiles(p, config) * ceil_div(p.hidden, Cluster * kWideWeightRows);
+  const int64_t tasks = max_tiles(p, config) * ceil_div(p.hidden, kWideWeightRows);
   if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
-  const int64_t clusters = std::min<int64_t>(tasks, num_sms / Cluster);
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(clusters * Cluster)),
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(std::min<int64_t>(tasks, num_sms))),
                           .threads = kWideThreads,
                           .shared_bytes = arrays.layout.total,
-                          .cluster = Cluster,
                           .overlaps_previous = overlaps_previous};
-  return launch_kernel(wide_down_kernel<Cluster, format>, shape, stream, p, arrays, maps.weights,
-                       maps.act);
+  return launch_kernel(wide_down_kernel<format>, shape, stream, p, arrays, maps.weights, maps.act);
 }
 
 }  // namespace
@@ -43,17 +40,10 @@ cudaError_t launch_wide_down(const Problem& p, const Config& config, const Index
       index, weights, rows,
       WideLayout(config.tile_rows, has_blocks ? kWideDownScales : 0, kWideDownStaged),
       weight_policy(p, config)};
-#define JAX_HPC_CASE(size, kind)                                                              \
-  if (config.wide_down == (size) && p.format == Format::kind) {                               \
-    return launch_as<size, Format::kind>(p, config, arrays, maps, overlaps_previous, num_sms, \
-                                         stream);                                             \
-  }
-  JAX_HPC_CASE(1, kTensor)
-  JAX_HPC_CASE(1, kBlock)
-  JAX_HPC_CASE(2, kTensor)
-  JAX_HPC_CASE(2, kBlock)
-#undef JAX_HPC_CASE
-  return cudaErrorInvalidValue;
+  return has_blocks ? launch_as<Format::kBlock>(p, config, arrays, maps, overlaps_previous, num_sms,
+                                                stream)
+                    : launch_as<Format::kTensor>(p, config, arrays, maps, overlaps_previous,
+                                                 num_sms, stream);
 }
 
 }  // namespace jax_hpc::fused_moe

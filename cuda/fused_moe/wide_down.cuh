@@ -1,5 +1,5 @@
-// outputs = down of the intermediate's rows, for many rows an expert: 128 hidden values to a CTA's
-// part of a task.
+// outputs = down of the intermediate's rows, for many rows an expert: 128 hidden values to a
+// task.
 //
 // A warpgroup turns its results over in shared memory, so that a warp writes 128 bytes of a token
 // at once.
@@ -23,9 +23,9 @@ struct WideDown {
 };
 
 // A task of the consumers.
-template <int Cluster, Format format>
+template <Format format>
 struct WideDownTask {
-  const WideMemory<Cluster>& memory;
+  const WideMemory& memory;
   const Problem& p;
   const WideDown& a;
   const Fragment& f;
@@ -86,45 +86,39 @@ struct WideDownTask {
   }
 };
 
-template <int Cluster, Format format>
-__device__ __forceinline__ void multiply_down(const WideMemory<Cluster>& memory, const Problem& p,
-                                              const WideDown& a, TaskWalk walk, int turns,
-                                              uint32_t rank) {
+template <Format format>
+__device__ __forceinline__ void multiply_down(const WideMemory& memory, const Problem& p,
+                                              const WideDown& a, WideWalk<1> walk, int turns) {
   const Fragment f(static_cast<int>(threadIdx.x), kWideGroups);
   WidePlace place;
   Tile tile;
   int part;
   begin_turns(f);
   while (walk.next(tile, part)) {
-    const int hidden0 =
-        (part * Cluster + static_cast<int>(rank)) * kWideWeightRows + f.group * kWeightRows;
-    run_wide(wide_steps(tile),
-             WideDownTask<Cluster, format>{memory, p, a, f, place, tile, turns, hidden0});
+    const int hidden0 = part * kWideWeightRows + f.group * kWeightRows;
+    run_wide(wide_steps(tile), WideDownTask<format>{memory, p, a, f, place, tile, turns, hidden0});
   }
   end_turns(f);
 }
 
 // By two warps.
-template <int Cluster>
-__device__ __forceinline__ void copy_down_scales(const WideMemory<Cluster>& memory,
-                                                 const Problem& p, const WideDown& a, TaskWalk walk,
-                                                 int turns, uint32_t rank, int warp, int lane) {
-  WideScales<1, Cluster> scales(memory, warp, lane);
+__device__ __forceinline__ void copy_down_scales(const WideMemory& memory, const Problem& p,
+                                                 const WideDown& a, WideWalk<1> walk, int turns,
+                                                 int warp, int lane) {
+  WideScales<1> scales(memory, warp, lane);
   const int hidden_blocks = ceil_div(p.hidden, kBlock);
   Tile tile;
   int part;
   while (walk.next(tile, part)) {
-    // A CTA without hidden values has zeros of weights.
-    const int block = min(part * Cluster + static_cast<int>(rank), hidden_blocks - 1);
     const float* weight =
-        a.weights.down_block_scale + (int64_t{tile.expert} * hidden_blocks + block) * turns;
+        a.weights.down_block_scale + (int64_t{tile.expert} * hidden_blocks + part) * turns;
     scales.copy_task(a.rows.act_scale + int64_t{tile.first_row} * turns, turns, tile.rows, {weight},
                      turns);
   }
 }
 
-// Grid: any number of clusters, which share the tasks. kBlock: blocks of 128 columns.
-template <int Cluster, Format format>
+// Grid: any number of CTAs, which share the tasks.
+template <Format format>
 __global__ void __launch_bounds__(kWideThreads, 1)
     wide_down_kernel(const __grid_constant__ Problem p, const __grid_constant__ WideDown a,
                      const __grid_constant__ CUtensorMap weight_map,
@@ -133,34 +127,32 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   extern __shared__ uint8_t wide_down_memory[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const WideMemory<Cluster> memory(wide_down_memory, a.layout, lane);
-  const uint32_t rank = Cluster > 1 ? cluster_rank() : 0;
-  if (threadIdx.x == 0) memory.init(kHasBlocks ? 2 + kWideScaleWarps : 2);
-  meet_cluster<Cluster>();
-  // The index was written kernels ago, and weights by none; the intermediate just now.
-  const TaskWalk walk = wide_walk<Cluster>(a.index, p.hidden, kWideWeightRows);
+  const WideMemory memory(wide_down_memory, a.layout);
+  if (threadIdx.x == 0) memory.init(kHasBlocks ? 2 + kWideScaleWarps : 2, kWideConsumerWarps);
+  __syncthreads();
+  // The index was written two kernels ago, and weights by none; the intermediate just now.
+  const WideWalk<1> walk(a.index, p.hidden, kWideWeightRows);
   const int turns = ceil_div(p.inter, kStageValues);
   if (warp >= kWideConsumerWarps) {
     leave_registers<kWideProducerRegisters>();
     if (warp == kWideWeightWarp) {
       if (elect_one()) {
-        copy_wide_weights(memory, walk, turns, kWideWeightRows / (2 * kGroupRows), rank,
-                          &weight_map, a.policy);
+        copy_wide_weights(memory, walk, turns, kWideWeightRows / (2 * kGroupRows), &weight_map,
+                          a.policy);
       }
     } else {
       wait_for_previous_kernel();
       let_next_kernel_start();
       if (warp == kWideRowWarp) {
-        if (elect_one()) copy_wide_rows(memory, walk, turns, rank, &row_map);
+        if (elect_one()) copy_wide_rows(memory, walk, turns, &row_map);
       } else if constexpr (kHasBlocks) {
-        copy_down_scales(memory, p, a, walk, turns, rank, warp - kWideScaleWarp, lane);
+        copy_down_scales(memory, p, a, walk, turns, warp - kWideScaleWarp, lane);
       }
     }
   } else {
     take_registers<kWideConsumerRegisters>();
-    multiply_down<Cluster, format>(memory, p, a, walk, turns, rank);
+    multiply_down<format>(memory, p, a, walk, turns);
   }
-  meet_cluster<Cluster>();
 }
 
 }  // namespace jax_hpc::fused_moe

@@ -13,18 +13,19 @@ struct Maps {
   CUtensorMap rows;
 };
 
-template <int Cluster, Format format>
+template <Format format>
 cudaError_t launch_as(const Problem& p, const Config& config, const WideGateUp& arrays,
                       const Maps& maps, bool overlaps_previous, int num_sms, cudaStream_t stream) {
-  const int64_t tasks = max_tiles(p, config) * ceil_div(p.inter, Cluster * kWideColumns);
+  constexpr int kCluster = kWideSharing<format>;
+  const int64_t tasks = max_tiles(p, config) * ceil_div(p.inter, kCluster * kWideColumns);
   if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
-  const int64_t clusters = std::min<int64_t>(tasks, num_sms / Cluster);
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(clusters * Cluster)),
+  const int64_t clusters = std::min<int64_t>(tasks, num_sms / kCluster);
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(clusters * kCluster)),
                           .threads = kWideThreads,
                           .shared_bytes = arrays.layout.total,
-                          .cluster = Cluster,
+                          .cluster = kCluster,
                           .overlaps_previous = overlaps_previous};
-  return launch_kernel(wide_gate_up_kernel<Cluster, format>, shape, stream, p, arrays, maps.weights,
+  return launch_kernel(wide_gate_up_kernel<format>, shape, stream, p, arrays, maps.weights,
                        maps.rows);
 }
 
@@ -47,15 +48,10 @@ cudaError_t launch_wide_gate_up(const Problem& p, const Config& config, const In
       rows,
       WideLayout(config.tile_rows, has_blocks ? kWideGateUpScales : 0, kWideStagedBytes),
       weight_policy(p, config)};
-  if (has_blocks) {
-    return launch_as<2, Format::kBlock>(p, config, arrays, maps, overlaps_previous, num_sms,
-                                        stream);
-  }
-  if (config.wide_cluster == 1) {
-    return launch_as<1, Format::kTensor>(p, config, arrays, maps, overlaps_previous, num_sms,
-                                         stream);
-  }
-  return launch_as<2, Format::kTensor>(p, config, arrays, maps, overlaps_previous, num_sms, stream);
+  return has_blocks ? launch_as<Format::kBlock>(p, config, arrays, maps, overlaps_previous, num_sms,
+                                                stream)
+                    : launch_as<Format::kTensor>(p, config, arrays, maps, overlaps_previous,
+                                                 num_sms, stream);
 }
 
 }  // namespace jax_hpc::fused_moe

@@ -1,8 +1,8 @@
 // act = requantised SiLU(gate) * up of rows sorted by expert, for many rows an expert.
 //
 // The weight rows of a CTA are eight gate rows, the eight up rows that belong to them, and so on:
-// a thread holds gate and up of the same column of the intermediate. A CTA has 64 columns and a
-// cluster of two 128, which share a dynamic scale: the CTAs tell each other the magnitudes.
+// a thread holds gate and up of the same column of the intermediate. A CTA has 64 columns. Of 128,
+// which share a dynamic scale, two CTAs of a cluster tell each other the magnitudes.
 #pragma once
 
 #include "fused_moe/gate_up_results.cuh"
@@ -14,6 +14,10 @@ constexpr int kWideColumns = kWideWeightRows / 2;     // of a CTA
 constexpr int kWideGroupColumns = kWideColumns / 2;   // of a warpgroup
 constexpr int kWideStagedBytes = kWideColumns;        // of a token
 constexpr int kWideGateUpScales = 2 * sizeof(float);  // of a token, kBlock
+
+// CTAs of a cluster.
+template <Format format>
+constexpr int kWideSharing = format == Format::kBlock ? 2 : 1;
 
 // What the kernel is given: rows of x in the order of the index, with their scales.
 struct WideGateUp {
@@ -46,20 +50,23 @@ __device__ __forceinline__ void keep_larger(const float (&values)[Given], float 
 }
 
 // A task of the consumers.
-template <int Cluster, Format format>
+template <Format format>
 struct WideGateUpTask {
   static constexpr bool kHasBlocks = format == Format::kBlock;
-  const WideMemory<Cluster>& memory;
+  static constexpr int kSharing = kWideSharing<format>;
+  const WideMemory& memory;
   const Problem& p;
   const WideGateUp& a;
   const Fragment& f;
   WidePlace& place;
   const Tile& tile;
   int turns;
-  int number;   // of the task, in this CTA
-  int part;     // of the cluster's columns
-  int column0;  // of the warpgroup
-  uint32_t rank;
+  int number;  // of the task, in this CTA
+  int part;    // of the columns
+
+  __device__ __forceinline__ int column0() const {  // of the warpgroup
+    return part * kWideColumns + f.group * kWideGroupColumns;
+  }
 
   template <int Rows>
   __device__ __forceinline__ void run() const {
@@ -102,7 +109,7 @@ struct WideGateUpTask {
                       (f.lane & 16 ? kValues / 8 : 0);
     const int set = memory.largest_at(number % 3);
 #pragma unroll
-    for (uint32_t cta = 0; cta < Cluster; ++cta) {
+    for (uint32_t cta = 0; cta < kSharing; ++cta) {
       const SharedAddress there = address_in_cluster(memory.start, cta) + set;
 #pragma unroll
       for (int i = 0; i < kValues / 8; ++i) {
@@ -112,7 +119,10 @@ struct WideGateUpTask {
       }
     }
     __syncwarp();
-    if (f.lane < Cluster) arrive_after_writes(memory.own_or_peer + memory.exchanged_at());
+    if (f.lane < kSharing) {
+      const auto cta = static_cast<uint32_t>(f.lane);
+      arrive_after_writes(address_in_cluster(memory.start, cta) + memory.exchanged_at());
+    }
     wait_for_cluster(memory.start + memory.exchanged_at(), static_cast<uint32_t>(number % 2));
   }
 
@@ -126,9 +136,9 @@ struct WideGateUpTask {
       const float most = __uint_as_float(load_shared_word(largest + memory.largest_at(number % 3)));
       const float scale = scale_of_largest(most);
       store_shared_float(memory.factors() + token * 4, 1.0f / scale);
-      if (rank == 0 && token < tile.rows) {
-        a.rows.act_scale[int64_t{tile.first_row + token} * ceil_div(p.inter, kBlock) + part] =
-            scale;
+      if (part % kSharing == 0 && token < tile.rows) {
+        const int64_t row = tile.first_row + token;
+        a.rows.act_scale[row * ceil_div(p.inter, kBlock) + part / kSharing] = scale;
       }
     }
     if (token < kWideMostRows) {
@@ -160,8 +170,9 @@ struct WideGateUpTask {
     constexpr int kUnits = kWideGroupColumns / kUnit;
     const int thread = f.warp * kWarpSize + f.lane;
     const int within = thread % kUnits * kUnit;
-    if (column0 + within >= p.inter) return;
-    auto* to = static_cast<uint8_t*>(a.rows.act) + column0 + within;
+    const int column = column0() + within;
+    if (column >= p.inter) return;
+    auto* to = static_cast<uint8_t*>(a.rows.act) + column;
     for (int token = thread / kUnits; token < tile.rows; token += kWarpgroup / kUnits) {
       *reinterpret_cast<uint4*>(to + int64_t{tile.first_row + token} * p.inter) =
           load_shared_words(staged() + staged_place(token, within));
@@ -173,38 +184,33 @@ struct WideGateUpTask {
   }
 };
 
-template <int Cluster, Format format>
-__device__ __forceinline__ void multiply_gate_up(const WideMemory<Cluster>& memory,
-                                                 const Problem& p, const WideGateUp& a,
-                                                 TaskWalk walk, int turns, uint32_t rank) {
+template <Format format, class Walk>
+__device__ __forceinline__ void multiply_gate_up(const WideMemory& memory, const Problem& p,
+                                                 const WideGateUp& a, Walk walk, int turns) {
   const Fragment f(static_cast<int>(threadIdx.x), kWideGroups);
   WidePlace place;
   Tile tile;
   int part;
   begin_turns(f);
   for (int number = 0; walk.next(tile, part); ++number) {
-    const int column0 =
-        (part * Cluster + static_cast<int>(rank)) * kWideColumns + f.group * kWideGroupColumns;
-    run_wide(wide_steps(tile), WideGateUpTask<Cluster, format>{memory, p, a, f, place, tile, turns,
-                                                               number, part, column0, rank});
+    run_wide(wide_steps(tile),
+             WideGateUpTask<format>{memory, p, a, f, place, tile, turns, number, part});
   }
   end_turns(f);
 }
 
 // By two warps.
-template <int Cluster>
-__device__ __forceinline__ void copy_gate_up_scales(const WideMemory<Cluster>& memory,
-                                                    const Problem& p, const WideGateUp& a,
-                                                    TaskWalk walk, int turns, uint32_t rank,
+template <class Walk>
+__device__ __forceinline__ void copy_gate_up_scales(const WideMemory& memory, const Problem& p,
+                                                    const WideGateUp& a, Walk walk, int turns,
                                                     int warp, int lane) {
-  WideScales<2, Cluster> scales(memory, warp, lane);
-  const int row_blocks = ceil_div(p.inter, p.block_rows);
+  WideScales<2> scales(memory, warp, lane);
+  const int row_blocks = ceil_div(p.inter, kBlock);
   Tile tile;
   int part;
   while (walk.next(tile, part)) {
-    const int column = (part * Cluster + static_cast<int>(rank)) * kWideColumns;
     // A CTA without columns has zeros of weights.
-    const int block = min(column, p.inter - 1) / p.block_rows;
+    const int block = min(part * kWideColumns, p.inter - 1) / kBlock;
     const float* gate =
         a.weights.gate_up_block_scale + (int64_t{tile.expert} * 2 * row_blocks + block) * turns;
     scales.copy_task(a.sorted.scale + int64_t{tile.first_row} * turns, turns, tile.rows,
@@ -213,49 +219,48 @@ __device__ __forceinline__ void copy_gate_up_scales(const WideMemory<Cluster>& m
 }
 
 // Grid: any number of clusters, which share the tasks.
-template <int Cluster, Format format>
+template <Format format>
 __global__ void __launch_bounds__(kWideThreads, 1)
     wide_gate_up_kernel(const __grid_constant__ Problem p, const __grid_constant__ WideGateUp a,
                         const __grid_constant__ CUtensorMap weight_map,
                         const __grid_constant__ CUtensorMap row_map) {
   constexpr bool kHasBlocks = format == Format::kBlock;
+  constexpr int kSharing = kWideSharing<format>;
   extern __shared__ uint8_t wide_gate_up_memory[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const WideMemory<Cluster> memory(wide_gate_up_memory, a.layout, lane);
-  const uint32_t rank = Cluster > 1 ? cluster_rank() : 0;
-  if (threadIdx.x == 0) memory.init(kHasBlocks ? 2 + kWideScaleWarps : 2);
+  const WideMemory memory(wide_gate_up_memory, a.layout);
+  if (threadIdx.x == 0) {
+    memory.init(kHasBlocks ? 2 + kWideScaleWarps : 2, kSharing * kWideConsumerWarps);
+  }
   if (kHasBlocks && threadIdx.x < kWideMostRows) {
 #pragma unroll
     for (int set = 0; set < 3; ++set) {
       store_shared_word(memory.start + memory.largest_at(set) + threadIdx.x * 4, 0);
     }
   }
-  meet_cluster<Cluster>();
-  // The index was written two kernels ago, and weights by none; sorted rows just now.
-  const TaskWalk walk = wide_walk<Cluster>(a.index, p.inter, kWideColumns);
+  meet_cluster<kSharing>();
+  // The index and the sorted rows were written just now.
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const WideWalk<kSharing> walk(a.index, p.inter, kWideColumns);
   const int turns = ceil_div(p.hidden, kStageValues);
   if (warp >= kWideConsumerWarps) {
     leave_registers<kWideProducerRegisters>();
     if (warp == kWideWeightWarp) {
       if (elect_one()) {
-        copy_wide_weights(memory, walk, turns, kWideColumns / kGroupRows, rank, &weight_map,
-                          a.policy);
+        copy_wide_weights(memory, walk, turns, kWideColumns / kGroupRows, &weight_map, a.policy);
       }
-    } else {
-      wait_for_previous_kernel();
-      let_next_kernel_start();
-      if (warp == kWideRowWarp) {
-        if (elect_one()) copy_wide_rows(memory, walk, turns, rank, &row_map);
-      } else if constexpr (kHasBlocks) {
-        copy_gate_up_scales(memory, p, a, walk, turns, rank, warp - kWideScaleWarp, lane);
-      }
+    } else if (warp == kWideRowWarp) {
+      if (elect_one()) copy_wide_rows(memory, walk, turns, &row_map);
+    } else if constexpr (kHasBlocks) {
+      copy_gate_up_scales(memory, p, a, walk, turns, warp - kWideScaleWarp, lane);
     }
   } else {
     take_registers<kWideConsumerRegisters>();
-    multiply_gate_up<Cluster, format>(memory, p, a, walk, turns, rank);
+    multiply_gate_up<format>(memory, p, a, walk, turns);
   }
-  meet_cluster<Cluster>();
+  meet_cluster<kSharing>();
 }
 
 }  // namespace jax_hpc::fused_moe

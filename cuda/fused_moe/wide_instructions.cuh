@@ -1,5 +1,5 @@
-// Instructions of the wide products: copies to both CTAs of a cluster, and what these tell each
-// other.
+// Instructions of the wide products: copies, what the CTAs of a cluster tell each other, and
+// results turned over in shared memory.
 #pragma once
 
 #include <cuda.h>
@@ -21,23 +21,8 @@ __device__ __forceinline__ void copy_wide_weights(SharedAddress to, const CUtens
       : "memory");
 }
 
-// To the same place of every CTA of `mask`, where the bytes count on the barrier of the same place.
-__device__ __forceinline__ void copy_tile_to_cluster(SharedAddress to, const CUtensorMap* map,
-                                                     SharedAddress barrier, int x, int y,
-                                                     uint16_t mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%4, %5}], [%2], %3;" ::"r"(to),
-      "l"(map), "r"(barrier), "h"(mask), "r"(x), "r"(y)
-      : "memory");
-}
-
-// An arrival at a barrier of any CTA of the cluster, whose address is of address_in_cluster. It
-// orders nothing that other CTAs read: an arrival that does waits for the memory system.
-__device__ __forceinline__ void arrive_in_cluster(SharedAddress barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// The same, after everything that this warp has written to the cluster.
+// An arrival at a barrier of any CTA of the cluster, whose address is of address_in_cluster, after
+// everything that this warp has written to the cluster: it waits for the memory system.
 __device__ __forceinline__ void arrive_after_writes(SharedAddress barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
                : "memory");

@@ -121,7 +121,7 @@ std::string index_fault(const Setup& setup, const Config& config, const Truth& t
 // Where the wide products read x, the outputs lie by now.
 std::string x_fault(const Setup& setup, const Config& config, const Truth& truth,
                     const Device& device) {
-  if (setup.x_is_fp8 || config.wide_gate_up) return "";
+  if (setup.x_is_fp8 || config.is_wide) return "";
   const auto is_nan = [](uint8_t bits) { return (bits & 0x7f) == 0x7f; };
   const Bytes x = device.x.host();
   for (size_t i = 0; i < truth.x.values.size(); ++i) {
@@ -160,6 +160,10 @@ std::string stage_fault(const Setup& setup, const Config& config, const Inputs& 
   return "cosine " + std::to_string(cosine(out, truth.out));
 }
 
+Config config_of(const Setup& setup) {
+  return setup.wide_rows > 0 ? wide_config(setup.wide_rows) : choose(setup.p, kSms);
+}
+
 // What is wrong with a layer; empty if nothing is.
 std::string fault_of(const Setup& setup, uint32_t seed, Rounded* rounded) {
   const Problem& p = setup.p;
@@ -188,7 +192,7 @@ std::string fault_of(const Setup& setup, uint32_t seed, Rounded* rounded) {
                down_blocks.data(), setup.shares_act_scale ? 0 : 1};
   a.workspace = device.workspace();
   a.x_is_fp8 = setup.x_is_fp8;
-  const Config config = forced_or_chosen(p, kSms);
+  const Config config = config_of(setup);
   std::string first;
   for (const bool overlaps : {false, true, true}) {
     device.each([](const char*, auto& values) { values.poison(); });
@@ -211,7 +215,7 @@ std::vector<int> tile_boundaries(Problem p, int most) {
   for (p.tokens = 1; p.tokens < most; ++p.tokens) {
     Problem next = p;
     ++next.tokens;
-    if (forced_or_chosen(p, kSms).tile_rows == forced_or_chosen(next, kSms).tile_rows) continue;
+    if (choose(p, kSms).tile_rows == choose(next, kSms).tile_rows) continue;
     boundaries.insert(boundaries.end(), {p.tokens, next.tokens});
   }
   return boundaries;
@@ -255,6 +259,13 @@ std::vector<Setup> all_setups(bool small) {
     add({1025, 8, 40, 32, 16, {}, rows}, Routing::kSkewed);
     add({4000, 6, 512, 16, 16, {}, rows}, Routing::kGarbage);
   }
+  // The wide products, which most of these are too small to be given, in tiles of both heights.
+  for (size_t i = 0, count = setups.size(); i < count; ++i) {
+    Setup setup = setups[i];
+    if (!can_be_wide(setup.p)) continue;
+    setup.wide_rows = i % 2 == 0 ? 128 : 192;
+    setups.push_back(setup);
+  }
   if (!small) return setups;
   std::vector<Setup> few;
   for (size_t i = 0; i < setups.size(); i += 9) {
@@ -279,7 +290,7 @@ int check(bool small) {
     ++failures;
     std::cout << setup.p << ", " << kRoutings[static_cast<int>(setup.routing)]
               << (setup.x_is_fp8 ? ", fp8 x" : "") << (setup.has_nan ? ", NaN" : "") << ", "
-              << forced_or_chosen(setup.p, kSms) << ": " << fault << std::endl;
+              << config_of(setup) << ": " << fault << std::endl;
   }
   std::cout << setups.size() - failures << " passed, " << failures << " failed; of " << rounded.all
             << " values of act " << rounded.otherwise << " are rounded to the other side\n";

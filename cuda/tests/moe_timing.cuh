@@ -28,20 +28,6 @@ static __global__ void fill_weights(uint8_t* values, size_t size, uint32_t seed)
   }
 }
 
-// For trials: MOE_WIDE="rows cluster wide_down", all but the first optional.
-inline fused_moe::Config forced_or_chosen(const fused_moe::Problem& p, int sms) {
-  const char* wide = std::getenv("MOE_WIDE");
-  if (wide == nullptr) return fused_moe::choose(p, sms);
-  int rows = 0;
-  int cluster = 2;
-  int down = 1;
-  std::sscanf(wide, "%d %d %d", &rows, &cluster, &down);
-  fused_moe::Config config = fused_moe::wide_config(p, rows);
-  config.wide_cluster = p.format == fused_moe::Format::kBlock ? 2 : cluster;
-  if (down == 0 || config.wide_down > 0) config.wide_down = down;
-  return config;
-}
-
 struct Layer {
   const char* name;
   fused_moe::Problem p;
@@ -53,7 +39,7 @@ class LayerTiming {
   LayerTiming(const fused_moe::Problem& p, int sms)
       : p_(p),
         sms_(sms),
-        config_(forced_or_chosen(p, sms)),
+        config_(fused_moe::choose(p, sms)),
         x_(kCalls * size_t(p.tokens) * p.hidden),
         quantized_(size_t(p.tokens) * p.hidden),
         act_(num_pairs(p) * p.inter),
