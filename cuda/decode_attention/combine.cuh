@@ -52,13 +52,24 @@ struct Merged {
   float total = 0;
   float values[kValues] = {};
 
-  __device__ __forceinline__ void add(float other_base, float other_total,
-                                      const float (&other)[kValues]) {
-    const float top = fmaxf(base, other_base);
+  // Others (base, total) and their values, all relative to the largest base of all.
+  template <int Count>
+  __device__ __forceinline__ void add(const float2 (&states)[Count],
+                                      const float (&others)[Count][kValues]) {
+    float top = base;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) top = fmaxf(top, states[i].x);
     const float own = power_of_2(base - top);
-    const float its = power_of_2(other_base - top);
-    total = total * own + other_total * its;
-    for (int i = 0; i < kValues; ++i) values[i] = values[i] * own + other[i] * its;
+    total *= own;
+#pragma unroll
+    for (int j = 0; j < kValues; ++j) values[j] *= own;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+      const float its = power_of_2(states[i].x - top);
+      total = fmaf(its, states[i].y, total);
+#pragma unroll
+      for (int j = 0; j < kValues; ++j) values[j] = fmaf(its, others[i][j], values[j]);
+    }
     base = top;
   }
 
@@ -74,10 +85,12 @@ struct Merged {
 
   // Takes in what the lane `distance` away has.
   __device__ __forceinline__ void add_lane(int distance) {
-    float other[kValues];
-    for (int i = 0; i < kValues; ++i) other[i] = __shfl_xor_sync(~0u, values[i], distance);
-    const float other_base = __shfl_xor_sync(~0u, base, distance);
-    add(other_base, __shfl_xor_sync(~0u, total, distance), other);
+    float2 state[1];
+    float other[1][kValues];
+    for (int i = 0; i < kValues; ++i) other[0][i] = __shfl_xor_sync(~0u, values[i], distance);
+    state[0].x = __shfl_xor_sync(~0u, base, distance);
+    state[0].y = __shfl_xor_sync(~0u, total, distance);
+    add(state, other);
   }
 
   // Pieces `first`, `first` + stride, ... of a row; several are under way at once.
@@ -89,9 +102,10 @@ struct Merged {
       int64_t at = int64_t{pair.slot(begin)} * rows + row;
       int64_t hop = int64_t{pair.slot(begin + stride) - pair.slot(begin)} * rows;
       float2 states[kPiecesAtOnce];
-      float sums[kPiecesAtOnce][kValues];
+      float sums[kPiecesAtOnce][kValues] = {};
 #pragma unroll
       for (int i = 0; i < kPiecesAtOnce; ++i) {
+        states[i] = {kNoBase, 0};
         if (begin + i * stride < pair.pieces) {
           states[i] = a.partial_state[at];
           load(sums[i], a.partial_out + at * D + column);
@@ -99,10 +113,7 @@ struct Merged {
         at += hop;
         if (i == 0) hop = int64_t{stride} * pair.step * rows;
       }
-#pragma unroll
-      for (int i = 0; i < kPiecesAtOnce; ++i) {
-        if (begin + i * stride < pair.pieces) add(states[i].x, states[i].y, sums[i]);
-      }
+      add(states, sums);
     }
   }
 
@@ -260,13 +271,16 @@ class Merge {
     }
     __syncthreads();
     if (warp_ == 0 && lane_ < lanes) {
-#pragma unroll 1
-      for (int w = 1; w < kCombineWarps; ++w) {
-        float other[kValues];
-        Merged<D>::load(other, memory_.sums[w] + own);
-        part.add(memory_.states[w].x, memory_.states[w].y, other);
+      float2 states[kCombineWarps];
+      float sums[kCombineWarps][kValues];
+#pragma unroll
+      for (int w = 0; w < kCombineWarps; ++w) {
+        states[w] = memory_.states[w];
+        Merged<D>::load(sums[w], memory_.sums[w] + own);
       }
-      part.write(a_, pair.pair, place.row, column, scale);
+      Merged<D> whole;
+      whole.add(states, sums);
+      whole.write(a_, pair.pair, place.row, column, scale);
     }
     __syncthreads();
   }
