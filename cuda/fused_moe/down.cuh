@@ -12,8 +12,7 @@ namespace jax_hpc::fused_moe {
 
 template <int TileRows, Format format>
 struct DownShape
-    : SquareStageShape<TileRows, TileRows, format == Format::kBlock ? TileRows + 4 : 0, 0> {
-  static constexpr bool kHasBlocks = format == Format::kBlock;
+    : SquareStageShape<format, TileRows, TileRows, format == Format::kBlock ? TileRows + 4 : 0, 0> {
   static constexpr int kTaskRows = DownShape::kGroups * kWeightRows;  // hidden values of a task
 };
 
@@ -35,7 +34,7 @@ __device__ __forceinline__ void copy_down(const StageMemory<Shape>& memory, Task
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
       wait(memory.empty(place.stage), place.parity ^ 1);
       arrive_expecting(memory.full(place.stage), Shape::kRowsAt);
-      copy_weights(memory.weights(place.stage), map, memory.full(place.stage), turn * kStageValues,
+      copy_weights(memory.weights(place.stage), map, memory.full(place.stage), turn * kStageRow,
                    part * Shape::kTaskRows, tile.expert);
     }
   }
@@ -49,7 +48,7 @@ __device__ __forceinline__ void copy_act(const StageMemory<Shape>& memory, int s
   const int groups = ceil_div(tile.rows, kGroupRows);
   arrive_expecting(memory.full(stage), static_cast<uint32_t>(groups * kGroupBytes));
   for (int i = 0; i < groups; ++i) {
-    copy_tile(memory.rows(stage) + i * kGroupBytes, map, memory.full(stage), turn * kStageValues,
+    copy_tile(memory.rows(stage) + i * kGroupBytes, map, memory.full(stage), turn * kStageRow,
               tile.first_row + i * kGroupRows);
   }
 }
@@ -148,22 +147,28 @@ __device__ __forceinline__ void add_half(const StageMemory<Shape>& memory, int s
   }
 }
 
-// Weights of one scale are one sum.
+// Weights of one scale are one sum; of bf16 all stages are.
 template <class Shape>
 __device__ __forceinline__ void multiply_whole(const StageMemory<Shape>& memory, int stage,
                                                const Fragment& f,
                                                float (&totals)[Shape::kRows / 2]) {
-  float sums[Shape::kRows / 2];
-  wgmma_fence();
-  multiply<Shape::kRows>(memory.weights(stage) + f.group * kWeightBytes, memory.rows(stage), sums);
-  wgmma_commit();
-  wgmma_wait<0>();
-  hold_all(sums);
-  if constexpr (Shape::kHasBlocks) {
-    add_half(memory, stage, 0, f, sums, totals);
+  if constexpr (Shape::kFormat == Format::kBf16) {
+    accumulate<Shape::kRows>(memory.weights(stage) + f.group * kWeightBytes, memory.rows(stage),
+                             totals);
   } else {
+    float sums[Shape::kRows / 2];
+    wgmma_fence();
+    multiply<Shape::kRows>(memory.weights(stage) + f.group * kWeightBytes, memory.rows(stage),
+                           sums);
+    wgmma_commit();
+    wgmma_wait<0>();
+    hold_all(sums);
+    if constexpr (Shape::kHasBlocks) {
+      add_half(memory, stage, 0, f, sums, totals);
+    } else {
 #pragma unroll
-    for (int i = 0; i < Shape::kRows / 2; ++i) totals[i] += sums[i];
+      for (int i = 0; i < Shape::kRows / 2; ++i) totals[i] += sums[i];
+    }
   }
 }
 
@@ -204,7 +209,7 @@ __device__ __forceinline__ void multiply_down(const StageMemory<Shape>& memory, 
   int part;
   while (walk.next(tile, part)) {
     float factor = 1.0f;
-    if constexpr (!Shape::kHasBlocks) {
+    if constexpr (Shape::kFormat == Format::kTensor) {
       factor = arrays.weights.act_scale_of(tile.expert) * arrays.weights.down_scale[tile.expert];
     }
     float totals[Shape::kRows / 2] = {};
@@ -241,7 +246,7 @@ __global__ void __launch_bounds__(DownShape<TileRows, format>::kThreads,
   __syncthreads();
   const TaskWalk walk(arrays.index, nullptr, ceil_div(p.hidden, Shape::kTaskRows),
                       static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-  const int turns = ceil_div(p.inter, kStageValues);
+  const int turns = ceil_div(p.inter * value_bytes(format), kStageRow);
   if (warp == Shape::kWeightWarp) {
     if (elect_one()) copy_down<Shape>(memory, walk, turns, &weight_map);
   } else if (warp == Shape::kRowWarp) {

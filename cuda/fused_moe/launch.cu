@@ -8,9 +8,10 @@
 namespace jax_hpc::fused_moe {
 namespace {
 
-// CTAs behind those that index; none where x is fp8 already.
+// CTAs behind those that index; none where x is taken as it is.
 int quantizing_ctas(const Problem& p, const Arrays& a, int threads) {
-  return a.x_is_fp8 ? 0 : ceil_div(p.tokens * blocks_of(p.hidden, kBlock), threads / kGroupLanes);
+  if (!quantizes_x(p.format, a.x_is_fp8)) return 0;
+  return ceil_div(p.tokens * blocks_of(p.hidden, kBlock), threads / kGroupLanes);
 }
 
 template <bool kPerGroup>
@@ -65,8 +66,9 @@ cudaError_t launch(const Problem& problem, const Config& config, const Arrays& a
                    bool overlaps, int num_sms, cudaStream_t stream) {
   const Workspace& w = arrays.workspace;
   const Index index{w.tiles, w.header, w.row_token, arrays.topk_ids, arrays.expert_offset};
-  const TokenRows x =
-      arrays.x_is_fp8 ? TokenRows{arrays.x, arrays.x_scale} : TokenRows{w.x, w.x_scale};
+  const TokenRows x = quantizes_x(problem.format, arrays.x_is_fp8)
+                          ? TokenRows{w.x, w.x_scale}
+                          : TokenRows{arrays.x, arrays.x_scale};
   cudaError_t status = launch_prepare(problem, config, arrays, overlaps, stream);
   if (status == cudaSuccess) {
     status = launch_gate_up(problem, config, index, x, arrays.weights, w.rows, overlaps, num_sms,
