@@ -119,8 +119,9 @@ struct RowBuffers {
   // e4m3 or bf16 [pairs, inter], 16-byte aligned: SiLU(gate) * up, requantised or rounded.
   void* act;
   float* act_scale;  // [pairs, blocks_of(inter, 128)], kBlock only
-  // bf16 [pairs, hidden], 16-byte aligned: an expert's output, not yet weighted. Before that, of
-  // kBlock, float32 [pairs, inter]: the intermediate that is not quantised yet.
+  // [pairs, hidden], 16-byte aligned: an expert's output, not yet weighted, in bf16, and of kBf16
+  // in float32. Before that, of kBlock, float32 [pairs, inter]: the intermediate that is not
+  // quantised yet.
   void* outputs;
   // kBlock: [max_tiles, blocks_of(inter, 128)], zeros before gate-up: how many of the tasks that
   // share a scale have left their columns in `outputs`.

@@ -58,7 +58,9 @@ cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool ove
       .threads = kReduceThreads,
       .overlaps_previous = overlaps};
   constexpr int kFew = 8;
-  const auto kernel = problem.top_k <= kFew ? reduce_kernel<kFew> : reduce_kernel<2 * kFew>;
+  const bool has_few = problem.top_k <= kFew;
+  auto kernel = has_few ? reduce_kernel<kFew, false> : reduce_kernel<2 * kFew, false>;
+  if (problem.format == Format::kBf16) kernel = reduce_kernel<kFew, true>;
   return launch_kernel(kernel, shape, stream, problem, arrays);
 }
 

@@ -27,8 +27,10 @@ constexpr int64_t tile_capacity(const Problem& p) { return max_tiles(p, Config{8
 constexpr int64_t num_arrivals(const Problem& p) {
   return p.format == Format::kBlock ? tile_capacity(p) * blocks_of(p.inter, kBlock) : 0;
 }
-// In bf16: of a row its outputs, or before them its intermediate in float32.
+// In values of bf16: of a row its outputs, in float32 of kBf16, or before them its intermediate in
+// float32.
 constexpr int64_t num_outputs(const Problem& p) {
+  if (p.format == Format::kBf16) return num_pairs(p) * 2 * p.hidden;
   const bool has_floats = p.format == Format::kBlock && p.hidden < 2 * p.inter;
   return num_pairs(p) * (has_floats ? 2 * p.inter : p.hidden);
 }

@@ -151,7 +151,7 @@ std::string stage_fault(const Setup& setup, const Config& config, const Inputs& 
   const Doubles act = act_of(setup, in, truth, quantized);
   fault = act_fault(setup, in, truth, quantized, act, rounded);
   const Sums outputs = outputs_of(setup, in, truth, act);
-  const Doubles got = widened(device.outputs.host(), outputs.value.size());
+  const Doubles got = widened_outputs(device.outputs.host(), setup.p.format, outputs.value.size());
   if (fault.empty()) fault = compare("outputs", got, outputs, hidden);
   const Doubles out = widened(device.out.host(), truth.out.size());
   const Sums sums = weighted_sums(setup, in, truth, outputs);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -42,6 +43,15 @@ inline Doubles widened(const std::vector<__nv_bfloat16>& values, size_t size) {
   Doubles wide(size);
   for (size_t i = 0; i < size; ++i) wide[i] = from_bf16(values[i]);
   return wide;
+}
+
+// Outputs of experts as a kernel left them.
+inline Doubles widened_outputs(const std::vector<__nv_bfloat16>& values, Format format,
+                               size_t size) {
+  if (format != Format::kBf16) return widened(values, size);
+  Floats floats(size);
+  std::memcpy(floats.data(), values.data(), size * sizeof(float));
+  return {floats.begin(), floats.end()};
 }
 
 // The intermediate as a kernel left it.

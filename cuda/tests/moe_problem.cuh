@@ -379,7 +379,8 @@ inline Sums outputs_of(const Setup& setup, const Inputs& in, const Truth& truth,
     for (int i = 0; i < p.hidden; ++i) {
       const Sum sum = product(down, i, act.data() + row * p.inter, values.of);
       outputs.value.push_back(sum.value);
-      outputs.error.push_back(sum.error(p.format) + kHalfBf16 * std::abs(sum.value));
+      const double half_step = p.format == Format::kBf16 ? 0x1p-24 : kHalfBf16;
+      outputs.error.push_back(sum.error(p.format) + half_step * std::abs(sum.value));
     }
   }
   return outputs;
