@@ -1,4 +1,4 @@
-"""XLA's best form of router_gemm: one float32 product at full precision, or a sum for one token."""
+"""XLA's best form of router_gemm: a float32 product at full precision; a sum for one token."""
 
 import jax
 import jax.numpy as jnp
