@@ -8,18 +8,20 @@
 namespace jax_hpc::fused_moe {
 namespace {
 
-// CTAs behind those that index; none where x is fp8 already.
+// CTAs behind those that index; none where x is taken as it is.
 int quantizing_ctas(const Problem& p, const Arrays& a, int threads) {
-  return a.x_is_fp8 ? 0 : ceil_div(p.tokens * blocks_of(p.hidden, kBlock), threads / kGroupLanes);
+  if (!quantizes_x(p.format, a.x_is_fp8)) return 0;
+  return ceil_div(p.tokens * blocks_of(p.hidden, kBlock), threads / kGroupLanes);
 }
 
-// Of x in e4m3, in the order of the tokens.
-TokenRows quantized_rows(const Arrays& a) {
-  return a.x_is_fp8 ? TokenRows{a.x, a.x_scale} : TokenRows{a.workspace.x, a.workspace.x_scale};
+// Of x as the products take it, in the order of the tokens.
+TokenRows token_rows(const Problem& p, const Arrays& a) {
+  return quantizes_x(p.format, a.x_is_fp8) ? TokenRows{a.workspace.x, a.workspace.x_scale}
+                                           : TokenRows{a.x, a.x_scale};
 }
 
-// Rows of x in the order of the index lie where the experts' outputs will be, which are twice as
-// long; and behind all of them their scales.
+// Rows of x in the order of the index lie where the experts' outputs will be (num_outputs), and
+// behind all of them their scales.
 Sorted sorted_rows(const Problem& p, const Arrays& a) {
   auto* bytes = static_cast<uint8_t*>(a.workspace.rows.outputs);
   return {bytes, reinterpret_cast<float*>(bytes + num_pairs(p) * p.hidden)};
@@ -72,7 +74,7 @@ cudaError_t launch_prepare(const Problem& problem, const Config& config, const A
 }
 
 TokenRows prepared_rows(const Problem& problem, const Config& config, const Arrays& arrays) {
-  if (!config.is_wide) return quantized_rows(arrays);
+  if (!config.is_wide) return token_rows(problem, arrays);
   const Sorted sorted = sorted_rows(problem, arrays);
   return {sorted.values, sorted.scale};
 }
@@ -85,7 +87,9 @@ cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool ove
       .threads = kReduceThreads,
       .overlaps_previous = overlaps};
   constexpr int kFew = 8;
-  const auto kernel = problem.top_k <= kFew ? reduce_kernel<kFew> : reduce_kernel<2 * kFew>;
+  const bool has_few = problem.top_k <= kFew;
+  auto kernel = has_few ? reduce_kernel<kFew, false> : reduce_kernel<2 * kFew, false>;
+  if (problem.format == Format::kBf16) kernel = reduce_kernel<kFew, true>;
   return launch_kernel(kernel, shape, stream, problem, arrays);
 }
 

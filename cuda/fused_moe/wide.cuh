@@ -26,7 +26,6 @@ constexpr int kWideSteps = kWideMostRows / kWideStep;
 // Barriers of the CTA's threads.
 constexpr int kGroupBarrier = 1;  // and the next, of one warpgroup
 constexpr int kConsumerBarrier = 3;
-constexpr int kTurnBarrier = 4;  // and the next
 
 struct WideMemory {
   SharedAddress start;
@@ -245,8 +244,7 @@ __device__ __forceinline__ void add_wide(SharedAddress scales, const Fragment& f
   }
 }
 
-// A task's products. The warpgroups take turns at asking for them, so that each adds its sums up
-// while the other's run.
+// A task's products.
 template <int Count, int Rows>
 __device__ __forceinline__ void multiply_wide(const WideMemory& memory, int turns,
                                               const Fragment& f, WidePlace& place,
@@ -257,33 +255,16 @@ __device__ __forceinline__ void multiply_wide(const WideMemory& memory, int turn
   for (int turn = 0; turn < turns; ++turn, place.advance(memory.layout.stages)) {
     wait(memory.full(place.stage), place.parity);
     float sums[Rows / 2];
-#ifdef JAX_HPC_WIDE_TURNS
-    sync_threads<kWideConsumers>(kTurnBarrier + f.group);
-#endif
     wgmma_fence();
     multiply<Rows>(memory.weights(place.stage) + f.group * kWeightBytes, memory.rows(place.stage),
                    sums);
     wgmma_commit();
-#ifdef JAX_HPC_WIDE_TURNS
-    arrive_threads<kWideConsumers>(kTurnBarrier + (f.group ^ 1));
-#endif
     wgmma_wait<0>();
     hold_all(sums);
     if constexpr (Count == 0) memory.release(place.stage, f.lane);
     add_wide<Count, Rows>(memory.scales(place.stage), f, sums, totals);
     if constexpr (Count > 0) memory.release(place.stage, f.lane);
   }
-}
-
-__device__ __forceinline__ void begin_turns(const Fragment& f) {
-#ifdef JAX_HPC_WIDE_TURNS
-  if (f.group == 1) arrive_threads<kWideConsumers>(kTurnBarrier);
-#endif
-}
-__device__ __forceinline__ void end_turns(const Fragment& f) {
-#ifdef JAX_HPC_WIDE_TURNS
-  if (f.group == 0) sync_threads<kWideConsumers>(kTurnBarrier);
-#endif
 }
 
 // Calls task.run<Rows>() with the least number of rows that a tile fits into.

@@ -93,12 +93,10 @@ __device__ __forceinline__ void multiply_down(const WideMemory& memory, const Pr
   WidePlace place;
   Tile tile;
   int part;
-  begin_turns(f);
   while (walk.next(tile, part)) {
     const int hidden0 = part * kWideWeightRows + f.group * kWeightRows;
     run_wide(wide_steps(tile), WideDownTask<format>{memory, p, a, f, place, tile, turns, hidden0});
   }
-  end_turns(f);
 }
 
 // By two warps.

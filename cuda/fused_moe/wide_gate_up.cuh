@@ -191,12 +191,10 @@ __device__ __forceinline__ void multiply_gate_up(const WideMemory& memory, const
   WidePlace place;
   Tile tile;
   int part;
-  begin_turns(f);
   for (int number = 0; walk.next(tile, part); ++number) {
     run_wide(wide_steps(tile),
              WideGateUpTask<format>{memory, p, a, f, place, tile, turns, number, part});
   }
-  end_turns(f);
 }
 
 // By two warps.

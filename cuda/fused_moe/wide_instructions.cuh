@@ -64,10 +64,4 @@ __device__ __forceinline__ void store_transposed(SharedAddress to, uint4 matrice
                : "memory");
 }
 
-// Half of a turn's barrier: does not wait for the other `Count` threads.
-template <int Count>
-__device__ __forceinline__ void arrive_threads(int barrier) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(Count) : "memory");
-}
-
 }  // namespace jax_hpc::fused_moe
