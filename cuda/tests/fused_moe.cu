@@ -281,10 +281,10 @@ std::vector<Setup> all_setups(bool small) {
     if (num_pairs(setups[i].p) < 500) few.push_back(setups[i]);
   }
   // Of the wide products, so many experts that a CTA has several tasks, each of two stages.
-  for (const auto& [format, rows] : {Kind{Format::kTensor, 0}, Kind{Format::kBlock, kBlock}}) {
-    few.push_back({{33, 8, 256, 144, 80, format, rows}, Routing::kUniform});
-    few.back().wide_rows = format == Format::kBlock ? 128 : 192;
-  }
+  const Problem per_tensor{33, 8, 256, 144, 80, Format::kTensor, 0};
+  const Problem in_blocks{33, 8, 256, 144, 80, Format::kBlock, kBlock};
+  few.push_back({per_tensor, Routing::kUniform, false, true, false, false, 9, 192});
+  few.push_back({in_blocks, Routing::kUniform, false, true, false, false, 9, 128});
   return few;
 }
 
