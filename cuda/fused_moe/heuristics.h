@@ -49,11 +49,12 @@ constexpr bool can_be_wide(const Problem& p) {
 //
 //                    per tensor             in blocks
 //      T     mean    others    wide     others    wide   rows of a wide tile
-//    128       43       142     131        173     148                   128
-//    256       85       197     150        269       -                   128
-//    512      171       374     211        499       -                   192
-//   1024      341       578     379        778     555                   192
+//    128       43       142     130        173     148                   128
+//    256       85       197     151        269     185                   128
+//    512      171       374     243        499     288                   192
+//   1024      341       578     383        778     525                   192
 //
+// With T = 64 (mean 21) the others take 115 and 127, as long as the weights take, and are kept.
 // With 192 columns a down product has two stages, and the others stay faster.
 inline int choose_wide_rows(const Problem& p, int num_sms) {
   constexpr double kLeastMean = 40;

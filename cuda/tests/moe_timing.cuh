@@ -5,9 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <iostream>
 #include <memory>
 #include <numeric>
@@ -175,8 +172,6 @@ class LayerTiming {
 };
 
 inline void time_layer(const Layer& layer) {
-  const char* only = std::getenv("MOE_LAYER");
-  if (only != nullptr && std::strstr(layer.name, only) == nullptr) return;
   int sms = 0;
   require(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0), "device");
   LayerTiming timing(layer.p, sms);

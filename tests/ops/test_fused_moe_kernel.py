@@ -193,7 +193,14 @@ def test_block_call_quantises_x() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "top_k", "segments"),
-    [(1, 8, 1), (128, 8, 128), (129, 8, 65), (2**19 + 1, 1, 129), (65536, 8, 128), (40000, 128, 1250)],
+    [
+        (1, 8, 1),
+        (128, 8, 128),
+        (129, 8, 65),
+        (2**19 + 1, 1, 129),
+        (65536, 8, 128),
+        (40000, 128, 1250),
+    ],
 )
 def test_each_segment_leaves_counts(tokens: int, top_k: int, segments: int) -> None:
     """Up to 128 segments, more where one would have more than 4096 pairs; three words of each."""
