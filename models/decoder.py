@@ -262,8 +262,8 @@ class Decoder(nnx.Module):
         """hidden ``[R, H]`` -> float32 ``[R, V]``, accumulated and never rounded below float32."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         weight = head.weight[...]
-        wide = jnp.promote_types(hidden.dtype, weight.dtype)
-        return project(hidden.astype(wide), weight.astype(wide), out_dtype=jnp.float32)
+        # A float32 head takes a bf16 hidden state as float32; else both have the model's dtype.
+        return project(hidden.astype(weight.dtype), weight, out_dtype=jnp.float32)
 
     def new_cache(
         self,
