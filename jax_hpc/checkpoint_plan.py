@@ -22,6 +22,9 @@ _KNOWN_FORMATS = (
     f"weight_block_size [{fp8.BLOCK}, {fp8.BLOCK}] or activation_scheme 'static' without blocks"
 )
 
+_KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_cache.scale", "attn.{0}_scale")
+"""Under self_attn: names that quantisers give to a KV cache's static scales ({0} is k or v)."""
+
 
 class ArraySpec(Protocol):
     """Shape and dtype of an array, such as a jax.ShapeDtypeStruct or a tensor of a checkpoint."""
@@ -193,6 +196,18 @@ def scaled_name(name: str) -> str | None:
 def scale_shape(shape: Sequence[int], format: QuantFormat) -> Shape:
     """Shape of a checkpoint's scales of a weight of this shape."""
     return block_scale_shape(shape) if format == "fp8_block" else ()
+
+
+def find_kv_scales(stored: Mapping[str, ArraySpec]) -> str | None:
+    """Which of the known names the checkpoint's KV scales have, or None if it has none.
+
+    A name is under ``self_attn`` and has ``{0}`` for k or v.
+    """
+    for form in _KV_SCALES:
+        ends = tuple("self_attn." + form.format(kind) for kind in "kv")
+        if any(name.endswith(ends) for name in stored):
+            return form
+    return None
 
 
 def block_scale_shape(shape: Sequence[int]) -> Shape:

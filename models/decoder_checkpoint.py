@@ -16,6 +16,7 @@ from jax_hpc.checkpoint_plan import (
     block_scale_shape,
     concat,
     constant,
+    find_kv_scales,
     input_scale_name,
     scale_name,
     single,
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from jax_hpc.models.decoder import DecoderConfig
 
 _ONE = np.ones((), np.float32)
-_KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_cache.scale", "attn.{0}_scale")
-"""Under self_attn: names that quantisers give to a KV cache's static scales ({0} is k or v)."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +82,6 @@ def plan(
     table = rope_table(config.max_positions, config.head_dim, config.rope_theta)
     items.append(constant("cos_sin", table))
     return items
-
-
-def find_kv_scales(stored: Mapping[str, ArraySpec]) -> str | None:
-    """Which of the known names the checkpoint's KV scales have, or None if it has none."""
-    for form in _KV_SCALES:
-        ends = tuple("self_attn." + form.format(kind) for kind in "kv")
-        if any(name.endswith(ends) for name in stored):
-            return form
-    return None
 
 
 def _attention(

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_hpc.checkpoint_plan import quantization_format
+from jax_hpc.checkpoint_plan import find_kv_scales, quantization_format
 from jax_hpc.loading import CheckpointError, load_model
 from jax_hpc.models import Hy3Config
-from jax_hpc.models.decoder_checkpoint import find_kv_scales
 from tests.support import golden_checkpoints as recipes
 from tests.support.golden_runs import golden, logits_of, prefill_inputs
 from tests.support.numerics import assert_bitwise, cosine

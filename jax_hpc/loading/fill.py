@@ -57,7 +57,7 @@ def fill(
             # memory.
             placed.block_until_ready()
         placed = place(host, item.target, device)
-        arrays |= _finish(item, placed, targets)
+        arrays |= _finish(item, placed, targets, device)
         progress.advance(bytes_of(checkpoint, item))
     _put(model, arrays)
     abstract = [
@@ -80,7 +80,10 @@ def bytes_of(checkpoint: Checkpoint, item: LoadItem) -> int:
 
 
 def _finish(
-    item: LoadItem, placed: jax.Array, targets: Mapping[str, ArraySpec]
+    item: LoadItem,
+    placed: jax.Array,
+    targets: Mapping[str, ArraySpec],
+    device: Placement | None,
 ) -> dict[str, jax.Array]:
     """The model's arrays made of a placed one."""
     if item.quantize is None:
@@ -88,6 +91,8 @@ def _finish(
     made = dict(zip(item.targets, item.quantize.run(placed), strict=True))
     for name, array in made.items():
         _check_made(name, array, targets[name])
+        if callable(device):
+            made[name] = jax.device_put(array, device(name))
     return made
 
 

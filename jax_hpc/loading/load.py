@@ -12,7 +12,7 @@ from flax import nnx
 
 from jax_hpc._checks import check_choice
 from jax_hpc._json import read_object
-from jax_hpc.checkpoint_plan import QuantFormat, quantization_format
+from jax_hpc.checkpoint_plan import QuantFormat, find_kv_scales, quantization_format
 from jax_hpc.loading.accounting import check_targets, check_tensors
 from jax_hpc.loading.fill import Placement, bytes_of, fill, named_arrays
 from jax_hpc.loading.safetensors_reader import Checkpoint, CheckpointError
@@ -28,12 +28,15 @@ class LoadedModel:
     """A model with its weights, and what its directory says about using it.
 
     tokenizer: None where the directory has no tokenizer.json, or when it was not asked for.
+    has_kv_scales: whether the checkpoint has static scales for an fp8 KV cache; the model's are 1
+        otherwise.
     """
 
     model: Any
     config: Any
     tokenizer: Tokenizer | None
     generation_config: GenerationConfig
+    has_kv_scales: bool = False
 
 
 def load_model(
@@ -77,14 +80,12 @@ def load_model(
         text = Tokenizer.from_directory(directory) if has_tokenizer else None
         generation = GenerationConfig.from_directory(directory, tokenizer=text)
         config = model_type.Config.from_hf(hf_config, checkpoint.tensors)
-        if quantize is not None:
-            format = "dense" if quantize == "none" else quantize
-            config = dataclasses.replace(config, linear_format="dense", expert_format=format)
+        config = _with_format(config, quantize)
         model = nnx.eval_shape(
             lambda: model_type(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype), **options)
         )
-        made = quantize is not None and quantize != "none"
-        plan = model.checkpoint_plan(checkpoint.tensors, quantize=made)
+        quantizes = quantize not in (None, "none")
+        plan = model.checkpoint_plan(checkpoint.tensors, quantize=quantizes)
         targets = named_arrays(model)
         check_targets(model_type.__name__, plan, targets)
         check_tensors(
@@ -105,7 +106,8 @@ def load_model(
                 device=device,
                 progress=bar,
             )
-    return LoadedModel(model, config, text, generation)
+        has_kv_scales = find_kv_scales(checkpoint.tensors) is not None
+    return LoadedModel(model, config, text, generation, has_kv_scales)
 
 
 def check_quantize(quantize: str | None, stored: QuantFormat | None) -> None:
@@ -118,6 +120,20 @@ def check_quantize(quantize: str | None, stored: QuantFormat | None) -> None:
             f"load_model: argument 'quantize' must be 'none' or left out for a checkpoint whose "
             f"weights are {stored} already, got {quantize!r}"
         )
+
+
+def _with_format(config: Any, quantize: Quantize | None) -> Any:
+    """The configuration with weights of the format asked for."""
+    if quantize is None:
+        return config
+    if quantize == "none":
+        return dataclasses.replace(config, linear_format="dense", expert_format="dense")
+    if not any(config.sparse_layers):
+        raise ValueError(
+            f"load_model: argument 'quantize' must be 'none' or left out for a model without "
+            f"experts, got {quantize!r}"
+        )
+    return dataclasses.replace(config, linear_format="dense", expert_format=quantize)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
