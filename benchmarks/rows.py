@@ -21,7 +21,7 @@ CASE_KEYS: Mapping[str, tuple[str, ...]] = {
     "prefill-fp8": ("case",),
     "prologue-bf16": ("heads", "T"),
     "prologue-fp8": ("heads", "T"),
-    "generate": ("layers", "batch", "prompt", "new"),
+    "generate": ("model", "layers", "batch", "prompt", "new", "kv"),
 }
 """The keys that tell the cases of an op apart, in results and in the recorded baselines."""
 MODULES: Mapping[str, str] = {

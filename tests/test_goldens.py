@@ -112,6 +112,24 @@ def test_fp8_logits(directories: dict[str, Path], name: str) -> None:
             assert cosine(got, same_points) >= 0.9999
 
 
+@pytest.mark.parametrize(
+    ("family", "fp8"),
+    [("qwen3", "block"), ("qwen3", "tensor"), ("qwen3_moe", "tensor"), ("hy_v3", "block")],
+)
+def test_every_family_loads_every_format(tmp_path: Path, family: Any, fp8: Any) -> None:
+    """Also where no golden is: against the same quantisation points in float64."""
+    like = golden_checkpoints.HY3 if family == "hy_v3" else {}
+    changes = like | {"family": family, "fp8": fp8, "layers": 2 if like else 1, "shards": 1}
+    recipe = golden_checkpoints.Recipe(seed=7, **changes)
+    tensors = golden_checkpoints.make_tensors(recipe)
+    config = golden_checkpoints.make_config(recipe)
+    directory = golden_checkpoints.write_files(tmp_path, config, tensors, recipe.shards)
+    tokens = golden("tiny")["short.tokens"]
+    want = Truth(recipe, tensors, quantized=True).logits(tokens)
+    got = logits_of(loaded(directory, "float32").model, tokens, np.arange(len(tokens)))
+    assert cosine(got, want) >= 0.9999
+
+
 @pytest.mark.parametrize("name", ["tiny_fp8", "tiny_hy3_fp8"])
 def test_the_float64_model_is_transformers_on_dequantised_weights(name: str) -> None:
     """So that the quantised truth differs from transformers by its quantisation points alone."""

@@ -57,12 +57,14 @@ class Linear(nnx.Module):
         reduce_axis: str | None = None,
     ) -> None:
         check_choice("Linear", "format", format, get_args(LinearFormat))
-        weight_dtype = dtype if format == "dense" else fp8.E4M3
         shape = (out_features, in_features)
-        self.weight = nnx.Param(normal(rngs, shape, in_features, weight_dtype))
         self.format: LinearFormat = format
-        if format == "fp8_tensor":
-            self.weight_scale = nnx.Param(jnp.ones((out_features,), jnp.float32))
+        if format == "dense":
+            self.weight = nnx.Param(normal(rngs, shape, in_features, dtype))
+        else:
+            self.weight = nnx.Param(normal(rngs, shape, 1, fp8.E4M3))
+            scale = float(in_features) ** -0.5
+            self.weight_scale = nnx.Param(jnp.full((out_features,), scale, jnp.float32))
             self.input_scale = nnx.Param(jnp.ones((), jnp.float32))
         self.reduce_axis = reduce_axis
 
