@@ -22,7 +22,7 @@ CASE_KEYS: Mapping[str, tuple[str, ...]] = {
     "prologue-bf16": ("heads", "T"),
     "prologue-fp8": ("heads", "T"),
     "rms-norm": ("H", "T"),
-    "generate": ("layers", "batch", "prompt", "new"),
+    "generate": ("model", "layers", "batch", "prompt", "new", "kv"),
 }
 """The keys that tell the cases of an op apart, in results and in the recorded baselines."""
 MODULES: Mapping[str, str] = {

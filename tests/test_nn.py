@@ -54,6 +54,45 @@ def test_linear_precision_and_output_dtype(rng: np.random.Generator) -> None:
     assert nn.project(x, weight, out_dtype=jnp.float32).dtype == jnp.float32
 
 
+def fp8_linear(rng: np.random.Generator, inputs: int, outputs: int, dtype: Any) -> nn.Linear:
+    """A linear of two stacked matrices, whose scales differ twentyfold."""
+    layer = nn.Linear(inputs, outputs, rngs=rngs(), dtype=dtype, format="fp8_tensor")
+    scale = np.repeat(np.float32([0.01, 0.2]), [outputs // 4, outputs - outputs // 4])
+    layer.weight_scale[...] = jnp.asarray(scale)
+    layer.input_scale[...] = jnp.float32(0.02)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_fp8_linear_against_float64_with_the_same_quantisation(
+    rng: np.random.Generator, dtype: Any
+) -> None:
+    layer = fp8_linear(rng, 256, 48, dtype)
+    x = array(rng, 5, 256, dtype=dtype) * jnp.asarray(4, dtype)  # some saturate, at 448 * 0.02
+    values = np.asarray(fp8.quantize(x, layer.input_scale[...])).astype(np.float64)
+    weight = np.asarray(layer.weight[...]).astype(np.float64)
+    scale = np.asarray(layer.weight_scale[...]).astype(np.float64) * 0.02
+    want = values @ weight.T * scale
+    got = layer(x)
+    assert got.dtype == dtype and np.abs(values).max() == 448
+    rounding = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-20
+    terms = np.abs(values) @ np.abs(weight).T * scale
+    assert_close(got, want, atol=2.0**-20 * terms, rtol=rounding)
+
+
+def test_fp8_linear_multiplies_fp8_in_a_program_for_a_gpu(rng: np.random.Generator) -> None:
+    layer = fp8_linear(rng, 64, 48, jnp.bfloat16)
+    traced = jax.jit(lambda x: layer(x)).trace(jnp.zeros((3, 64), jnp.bfloat16))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    product = re.search(r"stablehlo.dot_general.*", text)
+    assert product and re.search(r"tensor<3x64xf8E4M3FN>, tensor<48x64xf8E4M3FN>", product[0])
+
+
+def test_linear_format_is_checked() -> None:
+    with pytest.raises(ValueError, match="Linear: argument 'format' must be one of 'dense', 'fp8"):
+        nn.Linear(8, 8, rngs=rngs(), format="int8")  # pyright: ignore[reportArgumentType]
+
+
 def test_embedding_clamps() -> None:
     embed = nn.Embedding(4, 3, rngs=rngs(), dtype=jnp.float32)
     got = embed(jnp.array([3, -1, 9], jnp.int32))
