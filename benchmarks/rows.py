@@ -35,6 +35,7 @@ MODULES: Mapping[str, str] = {
     "prologue-fp8": "benchmarks.prologue",
     "rms-norm": "benchmarks.norm",
     "moe-fp8": "benchmarks.moe",
+    "moe-bf16": "benchmarks.moe",
 }
 """The module of each op that can be measured; its BENCHMARKS has it by name."""
 OPTIONS = ("terms", "format")
