@@ -11,6 +11,7 @@ import pytest
 
 from jax_hpc import _registry, fp8
 from jax_hpc.ops.rms_norm import NormOut, rms_norm
+from tests.support.lowered import decode_loop_text
 from tests.support.norm_truth import assert_normalised, operands
 from tests.support.numerics import assert_bitwise, assert_close
 
@@ -191,3 +192,13 @@ def test_call_with_everything() -> None:
 def test_no_kernel_says_why(x: Any, words: str) -> None:
     with pytest.raises(NotImplementedError, match=f"^rms_norm: .*{words}"):
         jax.eval_shape(functools.partial(rms_norm, implementation="cuda"), x, shape(x.shape[1]))
+
+
+@pytest.mark.usefixtures("as_if_on_a_gpu")
+def test_a_decode_step_adds_and_normalises_in_two_launches_a_layer() -> None:
+    layers = 2
+    text = decode_loop_text(BF16, layers)
+    calls = [line for line in text.splitlines() if "@jax_hpc.rms_norm" in line]
+    with_residual = [call for call in calls if "residual = true" in call]
+    # But for the embedding's rows, which nothing has been added to.
+    assert (len(calls), len(with_residual)) == (2 * layers + 1, 2 * layers)

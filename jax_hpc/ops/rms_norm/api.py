@@ -1,7 +1,6 @@
 """Public function of rms_norm."""
 
 import math
-import numbers
 
 import jax
 import jax.numpy as jnp
@@ -59,13 +58,11 @@ def rms_norm(
     if residual is not None:
         dims.match("residual", residual, "T H")
         check_dtype(_OPERATOR, "residual", residual, (x.dtype,))
-    if isinstance(out_scale, numbers.Real):
-        out_scale = jnp.float32(out_scale)
-    if out_scale is not None:
-        dims.match("out_scale", out_scale, "")
-        check_dtype(_OPERATOR, "out_scale", out_scale, (jnp.float32,))
+    scale = jnp.float32(out_scale) if isinstance(out_scale, int | float) else out_scale
+    if scale is not None:
+        dims.match("out_scale", scale, "")
+        check_dtype(_OPERATOR, "out_scale", scale, (jnp.float32,))
     eps = static_number(_OPERATOR, "eps", eps)
     check(math.isfinite(eps) and eps >= 0, _OPERATOR, "eps", expected="finite and >= 0", got=eps)
-    return OPERATOR(
-        Operands(x, weight, residual, out_scale), Params(eps), implementation=implementation
-    )
+    operands = Operands(x, weight, residual, scale)
+    return OPERATOR(operands, Params(eps), implementation=implementation)
