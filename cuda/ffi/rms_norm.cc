@@ -69,7 +69,7 @@ ffi::Error run(cudaStream_t stream, Rows x, ffi::AnyBuffer weight, ffi::Remainin
       "rms_norm",
       {{"x", a.x}, {"weight", a.weight}, {"residual", a.residual}, {"y", a.y}, {"sum", a.sum}});
   if (unaligned.failure()) return unaligned;
-  return jax_hpc::to_error("rms_norm", norm::launch(problem, norm::choose(problem), a, stream));
+  return jax_hpc::to_error("rms_norm", norm::launch(problem, norm::choose(), a, stream));
 }
 
 }  // namespace

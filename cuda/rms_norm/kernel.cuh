@@ -34,7 +34,9 @@ __device__ __forceinline__ float sum_of_row(float (&sums)[kGroups]) {
   __syncthreads();
   const float4 some = *reinterpret_cast<const float4*>(parts + lane * kAtOnce % kMostWarps);
   float sum = __fadd_rn(__fadd_rn(some.x, some.y), __fadd_rn(some.z, some.w));
-  for (int step = 1; step * kAtOnce < warps; step *= 2) {
+  // Over all places, not only those of warps that exist: every lane needs the sum.
+#pragma unroll
+  for (int step = 1; step * kAtOnce < kMostWarps; step *= 2) {
     sum = __fadd_rn(sum, __shfl_xor_sync(kWholeWarp, sum, step));
   }
   return sum;

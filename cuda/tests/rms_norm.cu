@@ -151,7 +151,7 @@ std::string fault_of_row(const Problem& p, const Inputs& in, const Results& got,
 // What is wrong with a problem's results; empty if nothing is.
 std::string fault_of(const Problem& p, uint32_t seed) {
   const Inputs in = make_inputs(p, seed);
-  const Results got = run(p, in, choose(p), false);
+  const Results got = run(p, in, choose(), false);
   for (const int groups : kCuts) {
     if (!fits(p, groups)) continue;
     const Results other = run(p, in, {groups}, p.has_residual);
@@ -222,7 +222,7 @@ void print_times(int hidden, int tokens) {
     const Problem p{tokens, hidden, 1e-6f, Weight::kBf16, options > 0, options == 2};
     std::cout << p << ": floor " << static_cast<double>(bytes_of(p)) / 4.3e6 << "\n";
     for (const int groups : kCuts) {
-      const bool is_chosen = choose(p).groups == groups;
+      const bool is_chosen = choose().groups == groups;
       if (!fits(p, groups) || (options != 1 && !is_chosen)) continue;
       const double cold = microseconds(p, {groups}, true);
       std::cout << "  cold " << cold << " us, warm " << microseconds(p, {groups}, false) << " us  "
