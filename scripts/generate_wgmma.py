@@ -173,11 +173,15 @@ def text_of(file: File) -> str:
     return text + f"\n}}  // namespace {file.namespace}\n// clang-format on\n"
 
 
+def is_current(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text() == text
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
-    stale = [file for file in FILES if (CUDA / file.path).read_text() != text_of(file)]
+    stale = [file for file in FILES if not is_current(CUDA / file.path, text_of(file))]
     for file in stale:
         print(f"{'differs' if check else 'written'}: cuda/{file.path}")
         if not check:
