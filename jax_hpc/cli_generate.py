@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from jax_hpc.cache import DEFAULT_PAGE_SIZE, PAGE_SIZES
 from jax_hpc.decode import NO_TOKEN
 from jax_hpc.generate import Burst, Generator
 from jax_hpc.loading import load_model
+from jax_hpc.loading.load import Quantize
 from jax_hpc.progress import status
 from jax_hpc.sampling import SamplingParams
 from jax_hpc.text import GenerationConfig, StreamingDetokenizer, Tokenizer
@@ -28,10 +30,12 @@ _KV_DTYPES = {
     "fp8": fp8.E4M3,
     "fp8-dynamic": fp8.E4M3,
 }
+_QUANTIZE: dict[str, Quantize] = {"none": "none", "fp8": "fp8_block", "fp8-tensor": "fp8_tensor"}
 _OPERATORS = {
     "attention": ("qk_norm_rope_append", "prefill_attention", "decode_attention"),
     "moe": ("fused_moe",),
     "router": ("router_topk",),
+    "norm": ("rms_norm",),
 }
 """Which operators an option chooses the form of."""
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")
@@ -75,6 +79,13 @@ def _add_sampling(group: Any) -> None:
 
 def _add_execution(group: Any) -> None:
     group.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights")
+    group.add_argument(
+        "--quantize",
+        choices=_QUANTIZE,
+        help="fp8: make the experts of a wider checkpoint fp8 in blocks of 128x128; fp8-tensor: "
+        "with one scale for each matrix, and static ones of activations that no data calibrated; "
+        "none: dequantise an fp8 checkpoint",
+    )
     group.add_argument(
         "--kv-cache-dtype",
         choices=_KV_DTYPES,
@@ -146,13 +157,20 @@ def run(arguments: argparse.Namespace) -> None:
     loaded = load_model(
         arguments.model,
         dtype=arguments.dtype,
+        quantize=_QUANTIZE.get(arguments.quantize),
         progress=not arguments.json,
         implementations=Implementations(
-            attention=arguments.attention, moe=arguments.moe, router=arguments.router
+            **{option: getattr(arguments, option) for option in _OPERATORS}
         ),
     )
     if loaded.tokenizer is None:
         raise FileNotFoundError(f"{arguments.model}: no tokenizer.json there; generate needs one")
+    if arguments.kv_cache_dtype == "fp8" and not loaded.has_kv_scales:
+        print(
+            "jax-hpc: note: the checkpoint has no scales for an fp8 KV cache: K and V are stored "
+            "as they are, up to 448; fp8-dynamic gives K a scale per token and head",
+            file=sys.stderr,
+        )
     settings = loaded.generation_config
     eos_ids = () if arguments.ignore_eos else settings.eos_token_ids
     texts, prompts = prompt_ids(arguments, loaded.tokenizer)

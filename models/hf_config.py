@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_hpc.checkpoint_plan import quantization_format
+from jax_hpc.nn.linear import LinearFormat
 from jax_hpc.nn.moe import ExpertFormat
 
 
@@ -56,3 +57,10 @@ class HFConfig:
     def expert_format(self) -> ExpertFormat:
         """How the checkpoint stores expert weights."""
         return quantization_format(self._values) or "dense"
+
+    def linear_format(self) -> LinearFormat:
+        """How the model holds the other weights of its products.
+
+        Weights with one scale are multiplied as they are; blocks are dequantised at load.
+        """
+        return "fp8_tensor" if quantization_format(self._values) == "fp8_tensor" else "dense"

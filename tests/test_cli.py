@@ -1,5 +1,6 @@
 """The command line: what it prints, what it makes of its options, and its one-line errors."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -234,6 +235,31 @@ def test_options_reach_the_engine(model: Path, engine: type[FakeGenerator]) -> N
     assert (call["max_new_tokens"], call["kv_cache_dtype"], call["eos_ids"]) == (256, None, ())
 
 
+def test_format_and_the_note_on_scales_of_an_fp8_cache(
+    model: Path,
+    engine: type[FakeGenerator],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = []
+
+    def load_model(*arguments: Any, quantize: Any, **options: Any) -> Any:
+        asked.append(quantize)
+        return load(*arguments, **options)
+
+    load = cli_generate.load_model
+    monkeypatch.setattr(cli_generate, "load_model", load_model)
+    for option in ("", "--quantize fp8", "--quantize fp8-tensor", "--quantize none"):
+        assert generate(model, "--prompt", "one", *option.split()) == 0
+    assert asked == [None, "fp8_block", "fp8_tensor", "none"]
+    assert "note" not in capsys.readouterr().err
+    assert generate(model, "--prompt", "one", "--kv-cache-dtype", "fp8") == 0
+    note = "jax-hpc: note: the checkpoint has no scales for an fp8 KV cache: K and V are stored"
+    assert note in capsys.readouterr().err
+    assert generate(model, "--prompt", "one", "--kv-cache-dtype", "fp8-dynamic") == 0
+    assert "note" not in capsys.readouterr().err
+
+
 def test_implementations_reach_the_model(
     model: Path, engine: type[FakeGenerator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,8 +274,8 @@ def test_implementations_reach_the_model(
     monkeypatch.setattr(cli_generate._registry, "gpus", lambda: ("a GPU",))
     monkeypatch.setattr(cli_generate._registry, "unusable_reason", lambda: None)
     monkeypatch.setattr(jax_hpc._registry.OPERATORS["fused_moe"], "kernel", "a kernel")
-    generate(model, "--prompt", "one", "--attention", "xla", "--moe", "cuda")
-    assert (seen[0].attention, seen[0].moe, seen[0].router) == ("xla", "cuda", "auto")
+    generate(model, "--prompt", "one", "--attention", "xla", "--moe", "cuda", "--norm", "xla")
+    assert dataclasses.astuple(seen[0]) == ("xla", "cuda", "auto", "xla")
 
 
 @pytest.mark.parametrize(

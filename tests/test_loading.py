@@ -94,7 +94,7 @@ def test_block_fp8_linears_are_dequantised_and_experts_kept(
     weights = tiny.tensors(rng, fp8=True)
     got = arrays(load(tiny.write(tmp_path, tiny.hf_config(fp8=True), weights)).model)
     names = [f"model.layers.1.self_attn.{p}_proj.weight" for p in "qkv"]
-    parts = [block_by_block(weights[n], weights[plans.scale_name(n)]) for n in names]
+    parts = [block_by_block(weights[n], weights[tiny.block_scale_name(n)]) for n in names]
     # Products of fp8 and float32 have 28 bits at most, so float64's rounding to bf16 is the only
     # one.
     want = np.concatenate(parts).astype(np.float32).astype(ml_dtypes.bfloat16)
@@ -102,7 +102,9 @@ def test_block_fp8_linears_are_dequantised_and_experts_kept(
     _, experts = expected(weights, 1)
     assert same_bits(got["layers.1.experts.gate_up"], experts)
     up = "model.layers.1.mlp.experts.1.up_proj.weight"
-    assert same_bits(got["layers.1.experts.gate_up_scale"][1, 1], weights[plans.scale_name(up)])
+    assert same_bits(
+        got["layers.1.experts.gate_up_scale"][1, 1], weights[tiny.block_scale_name(up)]
+    )
 
 
 def test_unquantised_linear_in_an_fp8_checkpoint_is_taken_as_it_is(
@@ -110,7 +112,7 @@ def test_unquantised_linear_in_an_fp8_checkpoint_is_taken_as_it_is(
 ) -> None:
     weights = tiny.tensors(rng, fp8=True)
     weights[Q0] = weights[Q0].astype(ml_dtypes.bfloat16)
-    del weights[plans.scale_name(Q0)]
+    del weights[tiny.block_scale_name(Q0)]
     got = arrays(load(tiny.write(tmp_path, tiny.hf_config(fp8=True), weights)).model)
     assert same_bits(got["layers.0.qkv_proj.weight"][: tiny.HIDDEN], weights[Q0])
 
@@ -148,8 +150,8 @@ def put(name: str, value: np.ndarray) -> Callable[[Weights], object]:
     return lambda weights: weights.update({name: value})
 
 
-SCALE = plans.scale_name(Q0)
-GATE_SCALE = plans.scale_name(GATE)
+SCALE = tiny.block_scale_name(Q0)
+GATE_SCALE = tiny.block_scale_name(GATE)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +235,8 @@ def test_unknown_architecture_is_named(
         {"quant_method": "gptq", "bits": 4},
         tiny.BLOCK_FP8 | {"weight_block_size": [64, 64]},
         tiny.BLOCK_FP8 | {"activation_scheme": "static"},
-        {"quant_method": "fp8", "activation_scheme": "static"},
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}},
     ],
 )
 def test_unknown_weight_format_is_named(stated: dict[str, Any]) -> None:

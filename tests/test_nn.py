@@ -17,7 +17,7 @@ from jax_hpc import _registry, fp8, nn
 from jax_hpc.cache import LayerPages
 from jax_hpc.step import StepInputs
 from tests.support.meshes import host_mesh
-from tests.support.numerics import assert_close
+from tests.support.numerics import assert_bitwise, assert_close
 
 H, HQ, HKV, D, N = 32, 4, 2, 16, 16
 
@@ -42,6 +42,17 @@ def test_rms_norm_against_float64(rng: np.random.Generator) -> None:
         assert_close(got, want, rtol=bound)
 
 
+def test_rms_norm_adds_a_residual_first(rng: np.random.Generator) -> None:
+    norm = nn.RMSNorm(H, dtype=jnp.bfloat16)
+    norm.weight[...] = array(rng, H, dtype=jnp.bfloat16)
+    x, residual = (array(rng, 2, 3, H, dtype=jnp.bfloat16) for _ in range(2))
+    y, h = norm(x, residual)
+    assert_bitwise(h, x + residual)
+    assert_bitwise(y, norm(h))
+    with pytest.raises(NotImplementedError, match="rms_norm: no CUDA kernel .*H must be"):
+        jax.eval_shape(nn.RMSNorm(H - 1, implementation="cuda"), x[..., 1:])
+
+
 def test_linear_precision_and_output_dtype(rng: np.random.Generator) -> None:
     layer = nn.Linear(256, 8, rngs=rngs(), dtype=jnp.float32)
     x = array(rng, 3, 256)
@@ -52,6 +63,45 @@ def test_linear_precision_and_output_dtype(rng: np.random.Generator) -> None:
     x, weight = array(rng, 3, 256, dtype=jnp.bfloat16), array(rng, 8, 256, dtype=jnp.bfloat16)
     assert nn.project(x, weight).dtype == jnp.bfloat16
     assert nn.project(x, weight, out_dtype=jnp.float32).dtype == jnp.float32
+
+
+def fp8_linear(rng: np.random.Generator, inputs: int, outputs: int, dtype: Any) -> nn.Linear:
+    """A linear of two stacked matrices, whose scales differ twentyfold."""
+    layer = nn.Linear(inputs, outputs, rngs=rngs(), dtype=dtype, format="fp8_tensor")
+    scale = np.repeat(np.float32([0.01, 0.2]), [outputs // 4, outputs - outputs // 4])
+    layer.weight_scale[...] = jnp.asarray(scale)
+    layer.input_scale[...] = jnp.float32(0.02)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_fp8_linear_against_float64_with_the_same_quantisation(
+    rng: np.random.Generator, dtype: Any
+) -> None:
+    layer = fp8_linear(rng, 256, 48, dtype)
+    x = array(rng, 5, 256, dtype=dtype) * jnp.asarray(4, dtype)  # some saturate, at 448 * 0.02
+    values = np.asarray(fp8.quantize(x, layer.input_scale[...])).astype(np.float64)
+    weight = np.asarray(layer.weight[...]).astype(np.float64)
+    scale = np.asarray(layer.weight_scale[...]).astype(np.float64) * 0.02
+    want = values @ weight.T * scale
+    got = layer(x)
+    assert got.dtype == dtype and np.abs(values).max() == 448
+    rounding = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-20
+    terms = np.abs(values) @ np.abs(weight).T * scale
+    assert_close(got, want, atol=2.0**-20 * terms, rtol=rounding)
+
+
+def test_fp8_linear_multiplies_fp8_in_a_program_for_a_gpu(rng: np.random.Generator) -> None:
+    layer = fp8_linear(rng, 64, 48, jnp.bfloat16)
+    traced = jax.jit(lambda x: layer(x)).trace(jnp.zeros((3, 64), jnp.bfloat16))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    product = re.search(r"stablehlo.dot_general.*", text)
+    assert product and re.search(r"tensor<3x64xf8E4M3FN>, tensor<48x64xf8E4M3FN>", product[0])
+
+
+def test_linear_format_is_checked() -> None:
+    with pytest.raises(ValueError, match="Linear: argument 'format' must be one of 'dense', 'fp8"):
+        nn.Linear(8, 8, rngs=rngs(), format="int8")  # pyright: ignore[reportArgumentType]
 
 
 def test_embedding_clamps() -> None:

@@ -1,166 +1,19 @@
-"""Qwen3-MoE from checkpoints, against Hugging Face transformers' recorded logits and tokens."""
+"""Qwen3-MoE: its configuration, what a step reads, and dynamic scales of K."""
 
 import dataclasses
-import functools
-import json
-from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jax_hpc.cache import pages_for
 from jax_hpc.generate import Generator
-from jax_hpc.loading import load_model
 from jax_hpc.models import Qwen3MoE, Qwen3MoEConfig
 from jax_hpc.step import StepInputs
-from tests.support import golden_checkpoints, tiny_models
-from tests.support.numerics import assert_close, cosine
-
-ROOT = Path(__file__).parent.parent
-GOLDEN = ROOT / "tests" / "golden"
-PAGE = 64
-MARGIN = 1e-3
-"""Steps of a smaller top-2 margin may go either way, and end a comparison of tokens."""
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The demo checkpoint, and the tiny ones written from their recipes."""
-    manifest = json.loads((GOLDEN / "manifest.json").read_text())
-    found = {"demo": ROOT / "models" / "demo_checkpoint"}
-    for name in golden_checkpoints.RECIPES:
-        tensors = golden_checkpoints.make_tensors(golden_checkpoints.RECIPES[name])
-        digest = golden_checkpoints.tensor_hash(tensors)
-        assert digest == manifest[name]["tensors_sha256"], "not the tensors the goldens are of"
-        found[name] = golden_checkpoints.write_checkpoint(tmp_path_factory.mktemp(name), name)
-    return found
-
-
-@functools.cache
-def loaded(directory: Path, dtype: str) -> Any:
-    return load_model(directory, dtype=dtype, progress=False)
-
-
-@functools.cache
-def golden(name: str) -> dict[str, np.ndarray]:
-    with np.load(GOLDEN / f"{name}.npz") as stored:
-        return dict(stored)
-
-
-def logits_of(
-    model: Any, tokens: np.ndarray, positions: np.ndarray, **cache_options: Any
-) -> np.ndarray:
-    """Logits at some positions of a prompt, by one prefill step."""
-    count = len(tokens)
-    width = pages_for(count, PAGE)
-    inputs = StepInputs(
-        tokens=jnp.asarray(tokens),
-        positions=jnp.arange(count, dtype=jnp.int32),
-        slots=jnp.arange(count, dtype=jnp.int32),
-        page_table=jnp.arange(width, dtype=jnp.int32)[None],
-        kv_lens=jnp.array([count], jnp.int32),
-        q_starts=jnp.array([0], jnp.int32),
-        q_lens=jnp.array([count], jnp.int32),
-        max_q_len=count,
-    )
-    graph, params = nnx.split(model)
-
-    @jax.jit
-    def run(params: Any, inputs: StepInputs, cache: Any, positions: jax.Array) -> jax.Array:
-        model = nnx.merge(graph, params)
-        hidden, _ = model(inputs, cache)
-        return model.logits(hidden[positions])
-
-    cache = model.new_cache(width, PAGE, **cache_options)
-    return np.asarray(run(params, inputs, cache, positions))
-
-
-PROMPTS = [
-    ("demo", "raw"),
-    ("demo", "raw_long"),
-    ("tiny", "short"),
-    ("tiny", "long"),
-    ("tiny_dense_tied", "short"),
-    ("tiny_dense_tied", "long"),
-]
-
-
-@pytest.mark.parametrize(("name", "prompt"), PROMPTS)
-def test_float32_logits(directories: dict[str, Path], name: str, prompt: str) -> None:
-    data, model = golden(name), loaded(directories[name], "float32").model
-    got = logits_of(model, data[f"{prompt}.tokens"], data[f"{prompt}.positions"])
-    want = data[f"{prompt}.logits"]
-    assert np.abs(want).max() > 1, "logits without spread would prove nothing"
-    assert_close(got, want, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "prompt"), [("demo", "raw_long"), ("tiny", "long"), ("tiny_dense_tied", "long")]
-)
-def test_bf16_logits(directories: dict[str, Path], name: str, prompt: str) -> None:
-    """As near to float32 as transformers' own bf16 run is, at the typical position.
-
-    At single positions bf16 rounding flips the choice between two experts of nearly equal
-    score, in either run and not in the same places: those move a whole row of logits.
-    """
-    data, model = golden(name), loaded(directories[name], "bfloat16").model
-    got = logits_of(model, data[f"{prompt}.tokens"], data[f"{prompt}.positions"])
-    want, theirs = data[f"{prompt}.logits"], data[f"{prompt}.logits_bf16"]
-
-    def typical_error(logits: np.ndarray) -> float:
-        return float(np.median(np.sqrt(np.mean((logits - want) ** 2, axis=1))))
-
-    assert typical_error(got) <= 1.25 * typical_error(theirs)
-    assert cosine(got, want) >= 0.998
-
-
-@pytest.mark.parametrize("prompt", ["short", "long"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_block_fp8_logits(directories: dict[str, Path], prompt: str, dtype: str) -> None:
-    """fp8 experts with quantised activations, against the dequantised weights in float32."""
-    data, model = golden("tiny_fp8"), loaded(directories["tiny_fp8"], dtype).model
-    assert model.layers[0].mlp.experts.gate_up.dtype == jnp.float8_e4m3fn
-    assert model.layers[0].self_attn.qkv_proj.weight.dtype == jnp.dtype(dtype)
-    got = logits_of(model, data[f"{prompt}.tokens"], data[f"{prompt}.positions"])
-    assert cosine(got, data[f"{prompt}.logits"]) >= 0.995
-
-
-def agreeing_steps(got: np.ndarray, want: np.ndarray, margins: np.ndarray) -> int:
-    """Steps before the first one that may go either way; tokens must agree until there."""
-    clear = margins >= MARGIN
-    steps = len(want) if clear.all() else int(np.argmin(clear))
-    np.testing.assert_array_equal(got[:steps], want[:steps])
-    return steps
-
-
-@pytest.mark.parametrize(
-    ("name", "prompt"),
-    [("demo", "raw"), ("demo", "chat"), ("tiny", "short"), ("tiny_dense_tied", "short")],
-)
-def test_greedy_tokens(directories: dict[str, Path], name: str, prompt: str) -> None:
-    data = golden(name)
-    generator = Generator(loaded(directories[name], "float32").model, page_size=PAGE)
-    bursts = generator.stream([data[f"{prompt}.tokens"].tolist()], max_new_tokens=96)
-    got = np.concatenate([burst.tokens[:, 0] for burst in bursts])[:96]
-    steps = agreeing_steps(got, data[f"{prompt}.greedy"], data[f"{prompt}.margins"])
-    assert steps >= 64, f"only {steps} steps have a clear winner: choose another prompt"
-
-
-def test_chat_template_gives_the_recorded_prompt(directories: dict[str, Path]) -> None:
-    manifest = json.loads((GOLDEN / "manifest.json").read_text())
-    tokenizer = loaded(directories["demo"], "float32").tokenizer
-    for name, prompt in manifest["demo"]["prompts"].items():
-        text = prompt["text"]
-        if prompt["chat"]:
-            tokens = tokenizer.encode_chat([{"role": "user", "content": text}])
-        else:
-            tokens = tokenizer.encode(text)
-        assert tokens == golden("demo")[f"{name}.tokens"].tolist()
-
+from tests.support import tiny_models
+from tests.support.golden_runs import logits_of
+from tests.support.numerics import cosine
 
 HF = {
     "vocab_size": 32,

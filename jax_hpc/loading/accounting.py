@@ -3,17 +3,19 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Protocol
 
 import ml_dtypes
 import numpy as np
 
 from jax_hpc.checkpoint_plan import (
+    ArraySpec,
     LoadItem,
     QuantFormat,
+    Shape,
     Source,
-    block_scale_shape,
+    companions,
     scale_name,
+    scale_shape,
     scaled_name,
 )
 from jax_hpc.loading.safetensors_reader import Checkpoint, CheckpointError, TensorInfo, some
@@ -21,16 +23,6 @@ from jax_hpc.loading.safetensors_reader import Checkpoint, CheckpointError, Tens
 ALWAYS_IGNORED = ("*.rotary_emb.inv_freq",)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 FLOATS = frozenset(np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
-
-
-class ArraySpec(Protocol):
-    """Shape and dtype of a parameter's array, such as a jax.ShapeDtypeStruct."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> np.dtype: ...
 
 
 class _Problems:
@@ -61,11 +53,17 @@ def check_targets(
     problems = _Problems()
     planned: set[str] = set()
     for item in plan:
-        if item.target in planned:
-            problems.add("arrays planned twice", item.target)
-        elif item.target not in targets:
-            problems.add("planned arrays that the model has not", item.target)
-        elif item.transform is None and item.shape != targets[item.target].shape:
+        for target in item.targets:
+            if target in planned:
+                problems.add("arrays planned twice", target)
+            elif target not in targets:
+                problems.add("planned arrays that the model has not", target)
+            planned.add(target)
+        if (
+            item.target in targets
+            and item.transform is None
+            and item.shape != targets[item.target].shape
+        ):
             shape = targets[item.target].shape
             problems.add(
                 "arrays of another shape", f"{item.target} is {shape}, planned {item.shape}"
@@ -73,7 +71,6 @@ def check_targets(
         read = sum(math.prod(source.shape) for source in item.sources)
         if item.value is None and read != math.prod(item.shape):
             problems.add("arrays that their sources do not fill", item.target)
-        planned.add(item.target)
     for name in targets:
         if name not in planned:
             problems.add("arrays without a plan", name)
@@ -105,19 +102,23 @@ def check_tensors(
                 continue
             used.add(source.name)
             target = targets[item.target].dtype
-            if info.shape != source.shape:
+            if not same_shape(info.shape, source.shape):
                 problems.add("tensors of the wrong shape", _shapes(info, source.shape))
             _check_dtype(problems, info, item, target, quantization)
             if info.dtype == E4M3 and quantization is not None:
-                scale = scale_name(source.name)
-                used.add(scale)
-                if scale not in wanted:
-                    _check_scale(problems, tensors.get(scale), source, target)
+                used.update(companions(source.name, quantization))
+                if scale_name(source.name, quantization) not in wanted:
+                    _check_scale(problems, tensors, source, target, quantization)
     patterns = (*ALWAYS_IGNORED, *ignored)
     for name in tensors:
         if name not in used and not any(fnmatchcase(name, pattern) for pattern in patterns):
             _add_extra(problems, tensors, name)
     problems.raise_if_any(str(checkpoint.directory))
+
+
+def same_shape(stored: Shape, planned: Shape) -> bool:
+    """Whether they agree; a single number is stored with the shape () or [1]."""
+    return stored == planned or (planned == () and stored == (1,))
 
 
 def _shapes(info: TensorInfo, expected: tuple[int, ...]) -> str:
@@ -137,13 +138,15 @@ def _add_extra(problems: _Problems, tensors: Mapping[str, TensorInfo], name: str
     weight = scaled_name(name)
     if weight is None:
         problems.add("tensors that the model does not use", name)
-    elif weight in tensors:
+    elif weight not in tensors:
+        problems.add("scales without an fp8 weight", f"{name} ({weight} is missing)")
+    elif tensors[weight].dtype == E4M3:
+        problems.add("scales of another format than config.json states", name)
+    else:
         problems.add(
             "scales without an fp8 weight",
             f"{name} ({weight} is {tensors[weight].dtype_name})",
         )
-    else:
-        problems.add("scales without an fp8 weight", f"{name} ({weight} is missing)")
 
 
 def _check_dtype(
@@ -153,7 +156,9 @@ def _check_dtype(
     target: np.dtype,
     quantization: QuantFormat | None,
 ) -> None:
-    if info.dtype == E4M3 and quantization is None:
+    if item.quantize is not None:
+        fits, expected = info.dtype in FLOATS, "BF16, F16 or F32, to be quantised"
+    elif info.dtype == E4M3 and quantization is None:
         fits, expected = False, "a format that config.json states in quantization_config"
     elif info.dtype == target:
         fits, expected = True, ""
@@ -172,16 +177,20 @@ def _check_dtype(
 
 
 def _check_scale(
-    problems: _Problems, scale: TensorInfo | None, source: Source, target: np.dtype
+    problems: _Problems,
+    tensors: Mapping[str, TensorInfo],
+    source: Source,
+    target: np.dtype,
+    quantization: QuantFormat,
 ) -> None:
     """Checks a scale that no item plans: that of a weight to be dequantised at load."""
-    expected = block_scale_shape(source.shape)
+    name = scale_name(source.name, quantization)
+    scale, expected = tensors.get(name), scale_shape(source.shape, quantization)
     if scale is None:
-        needs = f"{source.name} needs {scale_name(source.name)}"
-        problems.add("fp8 weights without their scale", needs)
+        problems.add("fp8 weights without their scale", f"{source.name} needs {name}")
     elif target == E4M3:
         problems.add("fp8 weights whose scale the model does not plan", source.name)
-    elif scale.shape != expected:
+    elif not same_shape(scale.shape, expected):
         problems.add("scales of the wrong shape", _shapes(scale, expected))
     elif scale.dtype not in FLOATS:
         problems.add(

@@ -1,9 +1,10 @@
 """From a Hugging Face directory to a model whose weights lie on the device."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,14 +12,15 @@ from flax import nnx
 
 from jax_hpc._checks import check_choice
 from jax_hpc._json import read_object
-from jax_hpc.checkpoint_plan import quantization_format
+from jax_hpc.checkpoint_plan import QuantFormat, find_kv_scales, quantization_format
 from jax_hpc.loading.accounting import check_targets, check_tensors
-from jax_hpc.loading.fill import Device, fill, named_arrays
+from jax_hpc.loading.fill import Placement, bytes_of, fill, named_arrays
 from jax_hpc.loading.safetensors_reader import Checkpoint, CheckpointError
 from jax_hpc.progress import Progress
 from jax_hpc.text import GenerationConfig, Tokenizer
 
 DTYPES = ("bfloat16", "float32")
+Quantize = Literal["none", "fp8_block", "fp8_tensor"]
 
 
 @dataclass(frozen=True)
@@ -26,19 +28,23 @@ class LoadedModel:
     """A model with its weights, and what its directory says about using it.
 
     tokenizer: None where the directory has no tokenizer.json, or when it was not asked for.
+    has_kv_scales: whether the checkpoint has static scales for an fp8 KV cache; the model's are 1
+        otherwise.
     """
 
     model: Any
     config: Any
     tokenizer: Tokenizer | None
     generation_config: GenerationConfig
+    has_kv_scales: bool = False
 
 
 def load_model(
     directory: str | Path,
     *,
     dtype: str | None = None,
-    device: Device | None = None,
+    quantize: Quantize | None = None,
+    device: Placement | None = None,
     tokenizer: bool = True,
     progress: bool = True,
     model_class: type | None = None,
@@ -46,8 +52,13 @@ def load_model(
 ) -> LoadedModel:
     """Loads a model from a directory with config.json and safetensors weights.
 
-    dtype: "bfloat16" or "float32"; by default what config.json says. Block-fp8 experts stay fp8.
-    device: where the weights go, a device or a sharding; JAX's default device if None.
+    dtype: "bfloat16" or "float32"; by default what config.json says. fp8 weights with a scale
+        each stay fp8, and so do experts in blocks; what else is in blocks is dequantised.
+    quantize: the format of the experts, where it is not to be the checkpoint's: "fp8_block" or
+        "fp8_tensor" makes them of wider weights, on the device, a layer at a time; "none"
+        dequantises whatever is fp8.
+    device: where the weights go, a device or a sharding, or a function that gives one for an
+        array's dotted path; JAX's default device if None.
     model_class: the model to build, by default the one registered for config.json's
         `architectures`. It has a `Config.from_hf`, a `checkpoint_plan` and, where it leaves
         tensors of its checkpoints unused, their names' patterns in `checkpoint_ignored`.
@@ -55,23 +66,26 @@ def load_model(
 
     Raises FileNotFoundError where the directory lacks a file, CheckpointError (a ValueError) where
     the checkpoint is damaged or does not fit the model, ValueError for an unknown architecture,
-    weight format or dtype, and ImportError where the tokenizer needs a package of the `models`
-    extra.
+    weight format or dtype, or fp8 weights to be quantised, and ImportError where the tokenizer
+    needs a package of the `models` extra.
     """
     directory = Path(directory)
     hf_config = read_config(directory)
     model_type: Any = model_class or find_model_class(hf_config)
     quantization = quantization_format(hf_config)
     dtype = resolve_dtype(hf_config, dtype)
+    check_quantize(quantize, quantization)
     with Checkpoint(directory) as checkpoint:
         has_tokenizer = tokenizer and (directory / "tokenizer.json").is_file()
         text = Tokenizer.from_directory(directory) if has_tokenizer else None
         generation = GenerationConfig.from_directory(directory, tokenizer=text)
-        config = model_type.Config.from_hf(hf_config)
+        config = model_type.Config.from_hf(hf_config, checkpoint.tensors)
+        config = _with_format(config, quantize)
         model = nnx.eval_shape(
             lambda: model_type(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype), **options)
         )
-        plan = model.checkpoint_plan()
+        quantizes = quantize not in (None, "none")
+        plan = model.checkpoint_plan(checkpoint.tensors, quantize=quantizes)
         targets = named_arrays(model)
         check_targets(model_type.__name__, plan, targets)
         check_tensors(
@@ -79,14 +93,47 @@ def load_model(
             plan,
             targets,
             quantization=quantization,
-            ignored=getattr(model_type, "checkpoint_ignored", ()),
+            ignored=getattr(model, "checkpoint_ignored", ()),
         )
-        total = sum(
-            checkpoint.tensors[source.name].nbytes for item in plan for source in item.sources
-        )
+        total = sum(bytes_of(checkpoint, item) for item in plan)
         with Progress("loading weights", total, enabled=progress) as bar:
-            fill(model, checkpoint, plan, targets, device=device, progress=bar)
-    return LoadedModel(model, config, text, generation)
+            fill(
+                model,
+                checkpoint,
+                plan,
+                targets,
+                quantization=quantization,
+                device=device,
+                progress=bar,
+            )
+        has_kv_scales = find_kv_scales(checkpoint.tensors) is not None
+    return LoadedModel(model, config, text, generation, has_kv_scales)
+
+
+def check_quantize(quantize: str | None, stored: QuantFormat | None) -> None:
+    """Refuses a format that is not known, and to quantise what is quantised already."""
+    if quantize is None:
+        return
+    check_choice("load_model", "quantize", quantize, get_args(Quantize))
+    if stored is not None and quantize != "none":
+        raise ValueError(
+            f"load_model: argument 'quantize' must be 'none' or left out for a checkpoint whose "
+            f"weights are {stored} already, got {quantize!r}"
+        )
+
+
+def _with_format(config: Any, quantize: Quantize | None) -> Any:
+    """The configuration with weights of the format asked for."""
+    if quantize is None:
+        return config
+    if quantize == "none":
+        return dataclasses.replace(config, linear_format="dense", expert_format="dense")
+    if not any(config.sparse_layers):
+        raise ValueError(
+            f"load_model: argument 'quantize' must be 'none' or left out for a model without "
+            f"experts, got {quantize!r}"
+        )
+    return dataclasses.replace(config, linear_format="dense", expert_format=quantize)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

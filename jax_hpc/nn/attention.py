@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_hpc import fp8
 from jax_hpc.cache import LayerPages
-from jax_hpc.nn.linear import Linear
+from jax_hpc.nn.linear import Linear, LinearFormat
 from jax_hpc.ops.decode_attention import DecodeSchedule, decode_attention, decode_schedule
 from jax_hpc.ops.prefill_attention import prefill_attention
 from jax_hpc.ops.qk_norm_rope_append import qk_norm_rope_append
@@ -32,6 +32,7 @@ class PagedAttention(nnx.Module):
       window: a query sees the last ``window`` keys, itself included; None for all.
       use_sinks: learned logits that join each softmax's denominator.
       logit_cap: ``cap * tanh(logit / cap)``. scale: softmax scale, D^-0.5 by default.
+      linear_format: of qkv_proj and o_proj, see :class:`Linear`.
       reduce_axis: mesh axis over which the heads are split inside ``jax.shard_map``.
     """
 
@@ -51,13 +52,15 @@ class PagedAttention(nnx.Module):
         logit_cap: float | None = None,
         scale: float | None = None,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        linear_format: LinearFormat = "dense",
         reduce_axis: str | None = None,
         implementation: Implementation = "auto",
     ) -> None:
         width = (num_q_heads + 2 * num_kv_heads) * head_dim
-        self.qkv_proj = Linear(hidden_size, width, rngs=rngs, dtype=dtype)
+        options: dict[str, Any] = {"rngs": rngs, "dtype": dtype, "format": linear_format}
+        self.qkv_proj = Linear(hidden_size, width, **options)
         self.o_proj = Linear(
-            num_q_heads * head_dim, hidden_size, rngs=rngs, dtype=dtype, reduce_axis=reduce_axis
+            num_q_heads * head_dim, hidden_size, reduce_axis=reduce_axis, **options
         )
         has_norm = norm is not None
         self.q_norm = nnx.Param(jnp.ones((head_dim,), dtype)) if has_norm else None

@@ -56,21 +56,26 @@ class FusedMoE(nnx.Module):
     ) -> None:
         check_choice("FusedMoE", "format", format, get_args(ExpertFormat))
         check_choice("FusedMoE", "block_rows", block_rows, BLOCK_ROWS)
-        weight_dtype = dtype if format == "dense" else fp8.E4M3
         up = (num_experts, 2, intermediate_size, hidden_size)
         down = (num_experts, hidden_size, intermediate_size)
-        self.gate_up = nnx.Param(normal(rngs, up, hidden_size, weight_dtype))
-        self.down = nnx.Param(normal(rngs, down, intermediate_size, weight_dtype))
+        if format == "dense":
+            self.gate_up = nnx.Param(normal(rngs, up, hidden_size, dtype))
+            self.down = nnx.Param(normal(rngs, down, intermediate_size, dtype))
+        else:
+            # Values near one have all of e4m3's bits; the scales bring them down.
+            self.gate_up = nnx.Param(normal(rngs, up, 1, fp8.E4M3))
+            self.down = nnx.Param(normal(rngs, down, 1, fp8.E4M3))
+        wide, narrow = float(hidden_size) ** -0.5, float(intermediate_size) ** -0.5
         if format == "fp8_block":
             rows, columns = -(-intermediate_size // block_rows), -(-hidden_size // fp8.BLOCK)
-            self.gate_up_scale = _ones(num_experts, 2, rows, columns)
-            self.down_scale = _ones(num_experts, columns, rows)
+            self.gate_up_scale = _scales(wide, num_experts, 2, rows, columns)
+            self.down_scale = _scales(narrow, num_experts, columns, rows)
         elif format == "fp8_tensor":
-            self.gate_scale = _ones(num_experts)
-            self.up_scale = _ones(num_experts)
-            self.down_scale = _ones(num_experts)
-            self.input_scale = _ones()
-            self.act_scale = _ones(num_experts)
+            self.gate_scale = _scales(wide, num_experts)
+            self.up_scale = _scales(wide, num_experts)
+            self.down_scale = _scales(narrow, num_experts)
+            self.input_scale = _scales(1.0)
+            self.act_scale = _scales(1.0, num_experts)
         self.format = format
         self.block_rows = block_rows
         self.expert_axis = expert_axis
@@ -145,5 +150,5 @@ class FusedMoE(nnx.Module):
         return (y.astype(jnp.float32) + identity).astype(y.dtype)
 
 
-def _ones(*shape: int) -> nnx.Param[jax.Array]:
-    return nnx.Param(jnp.ones(shape, jnp.float32))
+def _scales(value: float, *shape: int) -> nnx.Param[jax.Array]:
+    return nnx.Param(jnp.full(shape, value, jnp.float32))

@@ -21,6 +21,7 @@ from jax_hpc.checkpoint_plan import (
     scale_name,
     single,
     stack_experts,
+    stack_scales,
 )
 
 HIDDEN, INTER, EXPERTS, VOCAB, KV = 160, 144, 2, 24, 16
@@ -31,6 +32,10 @@ BLOCK_FP8 = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
+
+
+def block_scale_name(weight: str) -> str:
+    return scale_name(weight, "fp8_block")
 
 
 @register_dataclass
@@ -66,7 +71,7 @@ class TinyModel(nnx.Module):
         fp8: bool
 
         @classmethod
-        def from_hf(cls, config: dict[str, Any]) -> Self:
+        def from_hf(cls, config: dict[str, Any], stored: Any = None) -> Self:
             return cls(config["num_hidden_layers"], quantization_format(config) == "fp8_block")
 
     def __init__(
@@ -81,7 +86,7 @@ class TinyModel(nnx.Module):
         self.layers = nnx.List([Layer(config.fp8, dtype) for _ in range(config.layers)])
         self.norm = nnx.Param(jnp.zeros((HIDDEN,), jnp.float32))
 
-    def checkpoint_plan(self) -> list[LoadItem]:
+    def checkpoint_plan(self, stored: Any, *, quantize: bool = False) -> list[LoadItem]:
         items = [single("embed", "model.embed_tokens.weight", (VOCAB, HIDDEN))]
         for i in range(self.config.layers):
             name = f"model.layers.{i}"
@@ -97,9 +102,9 @@ class TinyModel(nnx.Module):
         ]
         items = [stack_experts(f"{target}.gate_up", names, (INTER, HIDDEN))]
         if self.config.fp8:
-            scales = [[scale_name(n) for n in pair] for pair in names]
+            scales = [[block_scale_name(n) for n in pair] for pair in names]
             shape = block_scale_shape((INTER, HIDDEN))
-            items.append(stack_experts(f"{target}.gate_up_scale", scales, shape))
+            items.append(stack_scales(f"{target}.gate_up_scale", scales, shape))
         return items
 
 
@@ -125,7 +130,7 @@ def tensors(rng: np.random.Generator, *, fp8: bool = False) -> dict[str, np.ndar
             if fp8:
                 made[weight] = rng.normal(size=shape).astype(E4M3)
                 scale = rng.uniform(0.5, 2.0, block_scale_shape(shape))
-                made[scale_name(weight)] = scale.astype(np.float32)
+                made[block_scale_name(weight)] = scale.astype(np.float32)
             else:
                 made[weight] = _bf16(rng, *shape)
     return made

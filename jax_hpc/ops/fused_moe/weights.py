@@ -110,8 +110,8 @@ def quantize_experts_blockwise(experts: DenseExperts, *, block_rows: int = 128) 
     operator = "quantize_experts_blockwise"
     _check_dense(operator, experts)
     check_choice(operator, "block_rows", block_rows, BLOCK_ROWS)
-    gate_up, gate_up_scale = _quantize_blocks(experts.gate_up, block_rows, fp8.BLOCK)
-    down, down_scale = _quantize_blocks(experts.down, fp8.BLOCK, block_rows)
+    gate_up, gate_up_scale = quantize_blocks(experts.gate_up, block_rows, fp8.BLOCK)
+    down, down_scale = quantize_blocks(experts.down, fp8.BLOCK, block_rows)
     return Fp8BlockExperts(gate_up, down, gate_up_scale, down_scale, block_rows)
 
 
@@ -129,8 +129,8 @@ def quantize_experts_per_tensor(
       TypeError: the weights are neither bf16 nor float32.
     """
     _check_dense("quantize_experts_per_tensor", experts)
-    gate_up, halves = _quantize_matrices(experts.gate_up)
-    down, down_scale = _quantize_matrices(experts.down)
+    gate_up, halves = quantize_matrices(experts.gate_up)
+    down, down_scale = quantize_matrices(experts.down)
     return Fp8TensorExperts(
         gate_up=gate_up,
         down=down,
@@ -151,13 +151,19 @@ def _check_dense(operator: str, experts: DenseExperts) -> None:
 
 
 @jax.jit
-def _quantize_matrices(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+def quantize_matrices(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quantise ``[..., N, K]`` with a scale for each matrix: float8_e4m3fn, float32 ``[...]``."""
     scale = fp8.amax_scale(weight, axis=(-2, -1))
     return fp8.quantize(weight, scale[..., None, None]), scale
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _quantize_blocks(weight: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
+def quantize_blocks(weight: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
+    """Quantise ``[..., N, K]`` with a scale for each block of ``rows x columns``.
+
+    Returns:
+      float8_e4m3fn of weight's shape, and float32 ``[..., ceil(N / rows), ceil(K / columns)]``.
+    """
     height, width = weight.shape[-2:]
     down, across = -(-height // rows), -(-width // columns)
     margins = [(0, 0)] * (weight.ndim - 2)
