@@ -73,7 +73,7 @@ FILES = (
 """,
                 E4M3,
                 "1, 1",
-                (8, 16, 32, 64, 96, 128, 160, 192),
+                (8, 16, 32, 64, 128),
             ),
         ),
     ),
@@ -82,6 +82,21 @@ FILES = (
         "The product of eight rows of tokens, which no other operator has.",
         "jax_hpc",
         (Product("Wgmma", "", BF16, "1, 1, 0, 0", (8,), declared_in="common/wgmma.cuh"),),
+    ),
+    File(
+        "fused_moe/wide_products.cuh",
+        "Products of the wide tiles' rows of tokens, which no other operator has.",
+        "jax_hpc",
+        (
+            Product(
+                "WgmmaE4m3",
+                "",
+                E4M3,
+                "1, 1",
+                (96, 160, 192),
+                declared_in="common/wgmma_fp8.cuh",
+            ),
+        ),
     ),
     File(
         "prefill_attention/value_products.cuh",

@@ -1,8 +1,7 @@
 // Before the products: the pairs are sorted by expert, and meanwhile x is quantised for experts in
-// fp8. Up to kPairsOfOne pairs
-// are one CTA's work, within the launch that quantises. More take two launches: one counts the
-// pairs of every segment of the tokens, the other places them. For the wide products the second one
-// quantises, and puts a row of x to each of its places.
+// fp8. Up to kPairsOfOne pairs are one CTA's work, within the launch that quantises. More take two
+// launches: one counts the pairs of every segment of the tokens, the other places them. For the
+// wide products the second one quantises, and puts a row of x to each of its places.
 #pragma once
 
 #include "common/ptx.cuh"

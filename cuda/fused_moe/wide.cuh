@@ -7,6 +7,7 @@
 
 #include "fused_moe/grouped.cuh"
 #include "fused_moe/wide_instructions.cuh"
+#include "fused_moe/wide_products.cuh"
 #include "fused_moe/wide_shape.h"
 
 namespace jax_hpc::fused_moe {
