@@ -1,14 +1,17 @@
-"""Op ``moe-fp8``: fused_moe on the experts of one rank, with weights that no cache holds.
+"""Ops ``moe-fp8`` and ``moe-bf16``: fused_moe on one rank's experts, on cold weights.
 
-``cuda`` is the kernels' chain, ``xla`` XLA's form. Weights have a scale per matrix, or, with
+``cuda`` is the kernels' chain, ``xla`` XLA's form. fp8 weights have a scale per matrix, or, with
 ``:block``, one per block: of 128 rows, or of 64 where the shard is not made of whole blocks.
 Tokens choose uniformly among the rank's experts, without replacement, as the recorded peers were
 measured; ``cuda-zipf`` is the chain with choices by Zipf's law, of a most popular expert that is
 another one in every layer. x is bf16: quantising it is part of the call.
+
+The floor is that of the weights' bytes, as the recorded peers have it; of bf16, the practical one
+is arithmetic's where that takes longer.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,22 +20,25 @@ import numpy as np
 
 from benchmarks.rows import Benchmark, Case, Row, floors
 from benchmarks.timing import Workload
-from jax_hpc import Fp8BlockExperts, Fp8TensorExperts, fused_moe
+from jax_hpc import DenseExperts, Fp8BlockExperts, Fp8TensorExperts, fused_moe
 from jax_hpc.fp8 import BLOCK, E4M3
-from jax_hpc.ops.fused_moe import cases
+from jax_hpc.ops.fused_moe import Experts, cases
 
 SHAPES = {case.name: case for case in cases.CASES}
-FORMAT = "per-tensor"
-FORMATS = (FORMAT, "block")
+FORMATS = {"moe-fp8": ("per-tensor", "block"), "moe-bf16": ("bf16",)}
+"""Of each op, the one without an option first."""
+VALUE_BYTES = {"moe-fp8": 1, "moe-bf16": 2}
+PRACTICAL_TFLOPS = 650
+"""Of grouped products in bf16."""
 NAMES = ("cuda", "cuda-zipf", "xla")
 DRAWS = 16
 """Routings whose average number of experts stands for that of Zipf's law."""
 
 
-def parse(impl: str) -> tuple[str, str]:
+def parse(op: str, impl: str) -> tuple[str, str]:
     """Name and format of an impl."""
     name, _, format = impl.partition(":")
-    return name, format or FORMAT
+    return name, format or FORMATS[op][0]
 
 
 @functools.cache
@@ -54,27 +60,34 @@ def _zipf(experts: int) -> np.ndarray:
     return weights / weights.sum()
 
 
-def num_bytes(case: Case, impl: str) -> int:
+def num_bytes(op: str, case: Case, impl: str) -> int:
     """The weights of the experts that the tokens chose, once."""
     shape = SHAPES[case["shape"]]
-    active = active_experts(shape.name, case["bs"], parse(impl)[0] == "cuda-zipf")
-    return round(active * 3 * shape.hidden * shape.inter)
+    active = active_experts(shape.name, case["bs"], parse(op, impl)[0] == "cuda-zipf")
+    return round(active * 3 * shape.hidden * shape.inter * VALUE_BYTES[op])
 
 
-def fields(case: Case, impl: str) -> Row:
-    name, format = parse(impl)
-    return {"impl": name, "format": format, **floors(num_bytes(case, impl))}
+def fields(op: str, case: Case, impl: str) -> Row:
+    name, format = parse(op, impl)
+    times = floors(num_bytes(op, case, impl))
+    if op == "moe-fp8":
+        return {"impl": name, "format": format, **times}
+    shape = SHAPES[case["shape"]]
+    mega = 6 * case["bs"] * shape.k * shape.hidden * shape.inter / 1e6
+    by_products = round(mega / PRACTICAL_TFLOPS, 2)
+    times["practical_floor_us"] = max(times["practical_floor_us"], by_products)
+    return {"impl": name, **times}
 
 
-def workload(case: Case, impl: str) -> Workload:
-    name, format = parse(impl)
+def workload(op: str, case: Case, impl: str) -> Workload:
+    name, format = parse(op, impl)
     implementation: Any = name.partition("-")[0]
 
     def call(operands: Any, state: Any) -> tuple[Any, Any]:
         return fused_moe(*operands, implementation=implementation), state
 
     make = _maker(case["shape"], case["bs"], format, name == "cuda-zipf")
-    return Workload(make, call, num_bytes(case, impl))
+    return Workload(make, call, num_bytes(op, case, impl))
 
 
 @functools.cache
@@ -90,8 +103,7 @@ def _maker(shape: str, tokens: int, format: str, is_zipf: bool) -> Callable[...,
         ids = jax.lax.top_k(scores, case.k)[1].astype(jnp.int32)
         weights = jax.random.uniform(keys[2], ids.shape, jnp.float32, 0.05, 0.2)
         x = jax.random.normal(keys[3], (tokens, case.hidden), jnp.bfloat16)
-        make_experts = _tensor_experts if format == FORMAT else _block_experts
-        return (x, ids, weights, make_experts(case, keys[4], keys[5])), ()
+        return (x, ids, weights, MAKERS[format](case, keys[4], keys[5])), ()
 
     return make
 
@@ -137,18 +149,50 @@ def _block_experts(case: cases.Case, *keys: jax.Array) -> Fp8BlockExperts:
     )
 
 
-BENCHMARK = Benchmark(
+def _random_bf16(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
+    """Uniform, of deviation ``scale``."""
+    return jax.random.uniform(key, shape, jnp.bfloat16, -1, 1) * jnp.bfloat16(scale * 3**0.5)
+
+
+def _dense_experts(case: cases.Case, *keys: jax.Array) -> DenseExperts:
+    gate_up = (case.experts, 2, case.inter, case.hidden)
+    down = (case.experts, case.hidden, case.inter)
+    return DenseExperts(
+        _random_bf16(keys[0], gate_up, case.hidden**-0.5),
+        _random_bf16(keys[1], down, case.inter**-0.5),
+    )
+
+
+MAKERS: Mapping[str, Callable[..., Experts]] = {
+    "per-tensor": _tensor_experts,
+    "block": _block_experts,
+    "bf16": _dense_experts,
+}
+
+_FP8 = Benchmark(
     op="moe-fp8",
     operators=lambda _: ("fused_moe",),
     cases=[{"shape": shape, "bs": bs} for shape in SHAPES for bs in cases.TOKENS],
     impls=tuple(f"{name}{option}" for option in ("", ":block") for name in NAMES),
     default=("cuda", "cuda:block", "cuda-zipf@*/16|*/64", "xla@*/1|*/64", "xla:block@*/1|*/64"),
-    fields=fields,
-    workload=workload,
+    fields=functools.partial(fields, "moe-fp8"),
+    workload=functools.partial(workload, "moe-fp8"),
     rivals={"cuda": ("xla",)},
     recorded=frozenset({"cuda"}),
     subsets={"bs <= 128": lambda case: case["bs"] <= 128},
-    option=("format", FORMAT),
-    peer_options={"hpcops:moe-pertensor": FORMAT, "hpcops:moe-blockwise": "block"},
+    option=("format", "per-tensor"),
+    peer_options={"hpcops:moe-pertensor": "per-tensor", "hpcops:moe-blockwise": "block"},
 )
-BENCHMARKS = {BENCHMARK.op: BENCHMARK}
+_BF16 = Benchmark(
+    op="moe-bf16",
+    operators=lambda _: ("fused_moe",),
+    cases=_FP8.cases,
+    impls=NAMES,
+    default=("cuda", "cuda-zipf@*/16|*/64", "xla@*/1|*/64"),
+    fields=functools.partial(fields, "moe-bf16"),
+    workload=functools.partial(workload, "moe-bf16"),
+    rivals={"cuda": ("xla",)},
+    recorded=frozenset({"cuda"}),
+    subsets={"bs <= 128": lambda case: case["bs"] <= 128},
+)
+BENCHMARKS = {benchmark.op: benchmark for benchmark in (_FP8, _BF16)}

@@ -33,6 +33,7 @@ MODULES: Mapping[str, str] = {
     "prologue-bf16": "benchmarks.prologue",
     "prologue-fp8": "benchmarks.prologue",
     "moe-fp8": "benchmarks.moe",
+    "moe-bf16": "benchmarks.moe",
 }
 """The module of each op that can be measured; its BENCHMARKS has it by name."""
 OPTIONS = ("terms", "format")

@@ -31,7 +31,6 @@ struct Arguments {
   int team_warps;
   int slots;
   int long_slots;
-  int late_slots;
   int page_bits;  // page_size = 2^page_bits
   const void* q;
   const int* page_table;
@@ -54,33 +53,30 @@ __device__ __forceinline__ bool is_common(ScaleKind kind) {
   return kind == ScaleKind::kTensor || kind == ScaleKind::kHead;
 }
 
-// Asks for the few values that every task needs.
-__device__ __forceinline__ void prefetch_scales(const Arguments& a) {
-  for (const float* values : {a.k_scale, a.v_scale, a.sinks}) {
-    if (values != nullptr) prefetch(values);
-  }
-}
-
-// How a row ends: its sum of values times `weight`, and its log-sum-exp.
+// How a row ends: its sum of values times `weight`. A row that saw no key has none, whose
+// log-sum-exp is not finite.
 struct Closing {
   float weight;
-  float lse;
+  float base;
+  float total;
+
+  __device__ __forceinline__ float log_sum_exp() const {
+    return total == 0 ? -INFINITY : (base + log2f(total)) * kLn2;
+  }
 };
 
-// Probabilities are powers of 2 relative to `base`, and `total` is their sum. A row that saw no
-// key has none.
-__device__ __forceinline__ Closing close_row(float base, float total, const float* sinks,
-                                             int q_head) {
-  if (total == 0) return {0, -INFINITY};
-  float weight = 1;
-  if (sinks != nullptr) {
-    const float sink = sinks[q_head] * kLog2E;
-    const float top = fmaxf(base, sink);
-    weight = power_of_2(base - top);
-    total = total * weight + power_of_2(sink - top);
-    base = top;
-  }
-  return {weight / total, (base + log2f(total)) * kLn2};
+// What an attention sink adds to a row's sum, as a power of 2; none where there is no sink.
+__device__ __forceinline__ float sink_power(const float* sinks, int q_head) {
+  return sinks == nullptr ? -INFINITY : sinks[q_head] * kLog2E;
+}
+
+// Probabilities are powers of 2 relative to `base`, and `total` is their sum.
+__device__ __forceinline__ Closing close_row(float base, float total, float sink) {
+  if (total == 0) return {0, base, 0};
+  const float top = fmaxf(base, sink);
+  const float own = power_of_2(base - top);
+  total = fmaf(total, own, power_of_2(sink - top));
+  return {__fdividef(own, total), top, total};
 }
 
 __device__ __forceinline__ float value_scale(const Arguments& a, int head) {

@@ -69,8 +69,7 @@ constexpr int kMostSlots = 24;
 constexpr int kWarps = 8;  // consumers of a CTA, which has an SM of its own
 constexpr int kThreads = (kWarps + 1) * 32;
 constexpr int kShortTask = 8;  // tiles
-constexpr int kEarlyTiles = 32;
-constexpr int kMergeKib = 8;  // shared memory of a CTA of the merge, of which 1 is the system's
+constexpr int kMergeKib = 8;   // shared memory of a CTA of the merge, of which 1 is the system's
 
 // Query rows are the columns of the tensor cores' products. A consumer warp holds `column_tiles`
 // times eight of them, and the warps of a CTA share out `row_groups` such blocks; warps of one
@@ -82,7 +81,6 @@ struct Config {
   int team_warps;  // a multiple of row_groups; all or half of kWarps
   int slots;       // of the ring: half tiles (64 tokens of K or of V)
   int long_slots;  // of them in use by tasks of more than kShortTask tiles
-  int late_slots;  // the same, once the CTA has asked for kEarlyTiles
   int shared_bytes;
 
   __host__ __device__ int row_tile() const { return 8 * column_tiles * row_groups; }
@@ -132,11 +130,10 @@ inline Config choose(const Problem& p) {
   // Bytes of a CTA. An SM's 228 KiB, of which each CTA costs one more, leave a CTA of the merge
   // room beside it: so it starts while this one still runs.
   constexpr int kShared = (228 - kMergeKib) * 1024 - 1024;
-  // A short task is over sooner with all of it under way at once. In a long one more than the
-  // memory needs would only make a CTA's first tile wait for other CTAs' later ones. In very long
-  // spans of bf16 three half tiles are 1 to 2 % faster than four, for no reason that is known.
+  // A short task is over sooner with all of it under way at once, and a long one is 1 to 2 % faster
+  // than with 64 KiB.
   constexpr int kRing = 128 * 1024;
-  constexpr int kLongRing = 64 * 1024;
+  constexpr int kLongRing = 128 * 1024;
   Config c{};
   const int rows = p.rows();
   c.column_tiles = rows <= 8 ? 1 : 2;
@@ -145,9 +142,7 @@ inline Config choose(const Problem& p) {
   const int slot_bytes = kTileTokens * p.head_dim * (p.fp8_cache ? 1 : 2);
   // Tiles alternate between teams, and both the slot that a tile takes and the one whose release
   // it waits for are its own team's: of the other team, which may be some tiles behind, it would
-  // take a phase for another, and what it has released says nothing about older slots. (With one
-  // slot less, K waits for its own team's V of the tile two ahead of the one it replaces, and so
-  // makes the other half's slot free as well.)
+  // take a phase for another, and what it has released says nothing about older slots.
   const int step = c.team_warps < kWarps ? 4 : 1;
   const int most = std::min(kMostSlots, kRing / slot_bytes) / step * step;
   for (c.slots = most; c.slots > step; c.slots -= step) {
@@ -158,7 +153,6 @@ inline Config choose(const Problem& p) {
     if (c.shared_bytes <= kShared) break;
   }
   c.long_slots = std::min(c.slots, kLongRing / slot_bytes / step * step);
-  c.late_slots = c.long_slots - (p.fp8_cache || step == 1 ? 0 : 1);
   return c;
 }
 

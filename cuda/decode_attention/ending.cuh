@@ -132,7 +132,7 @@ class Ending {
                                                float4 sum) const {
     const int q_head =
         task_.head * a_.problem.group + row - a_.by_group.divide(row) * a_.problem.group;
-    const Closing closing = close_row(base, total, a_.sinks, q_head);
+    const Closing closing = close_row(base, total, sink_power(a_.sinks, q_head));
     float weight = closing.weight;
     if (Cache::kBytes == 1 && is_common(a_.problem.v_scale)) {
       weight *= shared_.scales[turn_.index].values;
@@ -140,7 +140,7 @@ class Ending {
     const int64_t at = output_row(a_, task_.sequence, task_.head, row);
     *reinterpret_cast<uint2*>(a_.out + at * D + unit * 4) = {
         pack_bf16(sum.x * weight, sum.y * weight), pack_bf16(sum.z * weight, sum.w * weight)};
-    if (unit == 0 && a_.lse != nullptr) a_.lse[at] = closing.lse;
+    if (unit == 0 && a_.lse != nullptr) a_.lse[at] = closing.log_sum_exp();
   }
 
   const Arguments& a_;

@@ -45,7 +45,6 @@ Arguments gather(const Problem& p, const Cut& cut, const Config& config, const B
           .team_warps = config.team_warps,
           .slots = config.slots,
           .long_slots = config.long_slots,
-          .late_slots = config.late_slots,
           .page_bits = std::countr_zero(static_cast<unsigned>(p.page_size)),
           .q = b.q,
           .page_table = b.page_table,
@@ -76,6 +75,11 @@ int count_ctas(const Problem& p, const Cut& cut, int num_sms) {
   return static_cast<int>(std::min<int64_t>(pieces, num_sms));
 }
 
+template <bool kBySchedule>
+auto merge_of(int head_dim) {
+  return head_dim == 64 ? combine_kernel<64, kBySchedule> : combine_kernel<128, kBySchedule>;
+}
+
 // One CTA an SM: there is room for no more while the attention runs, and those that come later
 // would begin at its end.
 cudaError_t launch_combine(const Arguments& a, int num_sms, bool overlaps, cudaStream_t stream) {
@@ -85,7 +89,8 @@ cudaError_t launch_combine(const Arguments& a, int num_sms, bool overlaps, cudaS
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(std::min<int64_t>(ctas, num_sms))),
                           .threads = kCombineThreads,
                           .overlaps_previous = overlaps};
-  const auto kernel = a.problem.head_dim == 64 ? combine_kernel<64> : combine_kernel<128>;
+  const auto kernel =
+      a.cut.splits > 0 ? merge_of<false>(a.problem.head_dim) : merge_of<true>(a.problem.head_dim);
   // It starts on SMs whose shared memory the attention still holds.
   const cudaError_t status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                   cudaFuncAttributePreferredSharedMemoryCarveout,

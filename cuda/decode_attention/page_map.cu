@@ -28,7 +28,7 @@ cudaError_t make_page_map(const Problem& p, const void* pages, CUtensorMap* map)
       const_cast<void*>(pages), extent, strides, box, element_strides,
       CU_TENSOR_MAP_INTERLEAVE_NONE,
       row_bytes == kWidestRow ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

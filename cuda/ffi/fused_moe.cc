@@ -18,7 +18,7 @@ namespace {
 // As jax_hpc/ops/fused_moe/primitive.py gives them. Which optional operands there are, in this
 // order after the scales of the weights.
 struct Options {
-  int32_t block_rows;  // 0: a scale per matrix
+  int32_t block_rows;  // 0: a scale per matrix, or of bf16 none
   bool has_x_scale;
   bool has_shared_output;
   bool has_identity_weight;
@@ -62,6 +62,18 @@ ffi::Error refuse(const char* what) {
   return ffi::Error::InvalidArgument(std::string("fused_moe: ") + what);
 }
 
+moe::Format format_of(ffi::DataType weights, const Options& options) {
+  if (weights == ffi::BF16) return moe::Format::kBf16;
+  return options.block_rows > 0 ? moe::Format::kBlock : moe::Format::kTensor;
+}
+
+// Of x beside weights of some type.
+bool types_fit(ffi::DataType x, ffi::DataType gate_up, ffi::DataType down, const Options& options) {
+  if (gate_up != down) return false;
+  if (down == ffi::BF16) return x == ffi::BF16 && options.block_rows == 0;
+  return down == ffi::F8E4M3FN && (x == ffi::BF16 || x == ffi::F8E4M3FN);
+}
+
 // Sizes, as far as the buffers of fixed place tell them.
 moe::Problem problem_of(ffi::AnyBuffer x, Ids ids, ffi::AnyBuffer down, const Options& options) {
   moe::Problem p{};
@@ -70,13 +82,14 @@ moe::Problem problem_of(ffi::AnyBuffer x, Ids ids, ffi::AnyBuffer down, const Op
   p.top_k = static_cast<int>(ids.dimensions()[1]);
   p.experts = static_cast<int>(down.dimensions()[0]);
   p.inter = static_cast<int>(down.dimensions()[2]);
-  p.format = options.block_rows > 0 ? moe::Format::kBlock : moe::Format::kTensor;
+  p.format = format_of(down.element_type(), options);
   p.block_rows = options.block_rows;
   return p;
 }
 
 moe::Weights take_weights(const moe::Problem& p, Optional& take) {
   moe::Weights w{};
+  if (p.format == moe::Format::kBf16) return w;
   if (p.format == moe::Format::kBlock) {
     const int64_t blocks = int64_t{p.experts} * moe::blocks_of(p.hidden, moe::kBlock) *
                            moe::blocks_of(p.inter, p.block_rows);
@@ -110,7 +123,8 @@ moe::Workspace take_workspace(const moe::Problem& p, bool quantizes, Optional& t
       w.x_scale = take.float_result(int64_t{p.tokens} * moe::blocks_of(p.hidden, moe::kBlock));
     }
   }
-  w.rows.act = take.result(ffi::F8E4M3FN, pairs * p.inter);
+  const bool is_bf16 = p.format == moe::Format::kBf16;
+  w.rows.act = take.result(is_bf16 ? ffi::BF16 : ffi::F8E4M3FN, pairs * p.inter);
   if (is_block) w.rows.act_scale = take.float_result(pairs * moe::blocks_of(p.inter, moe::kBlock));
   w.rows.outputs = take.result(ffi::BF16, moe::num_outputs(p));
   if (is_block) {
@@ -124,10 +138,11 @@ ffi::Error run(cudaStream_t stream, int32_t device, ffi::AnyBuffer x, Ids ids, T
                ffi::RemainingArgs arguments, Output out, ffi::RemainingRets results,
                Options options) {
   const bool x_is_fp8 = x.element_type() == ffi::F8E4M3FN;
-  if (x.dimensions().size() != 2 || (!x_is_fp8 && x.element_type() != ffi::BF16) ||
-      gate_up.element_type() != ffi::F8E4M3FN || down.element_type() != ffi::F8E4M3FN ||
-      down.dimensions().size() != 3) {
-    return refuse("x must be bf16 or f8e4m3fn, gate_up [E, 2, I, H] and down [E, H, I] f8e4m3fn");
+  if (x.dimensions().size() != 2 || down.dimensions().size() != 3 ||
+      !types_fit(x.element_type(), gate_up.element_type(), down.element_type(), options)) {
+    return refuse(
+        "gate_up [E, 2, I, H] and down [E, H, I] must be bf16 with x in bf16, or f8e4m3fn with x "
+        "in bf16 or f8e4m3fn");
   }
   const moe::Problem p = problem_of(x, ids, down, options);
   const int64_t matrices = int64_t{p.experts} * p.hidden * p.inter;
@@ -156,7 +171,7 @@ ffi::Error run(cudaStream_t stream, int32_t device, ffi::AnyBuffer x, Ids ids, T
     a.shared_output = take.argument(ffi::BF16, int64_t{p.tokens} * p.hidden);
   }
   if (options.has_identity_weight) a.identity_weight = take.floats(p.tokens);
-  a.workspace = take_workspace(p, !x_is_fp8, take);
+  a.workspace = take_workspace(p, moe::quantizes_x(p.format, x_is_fp8), take);
   const bool needs_x_scale = x_is_fp8 && p.format == moe::Format::kBlock;
   if (!take.fit() || options.has_x_scale != needs_x_scale) {
     return refuse("the scales, optional operands or workspaces do not fit the attributes");

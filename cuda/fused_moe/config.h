@@ -14,7 +14,13 @@ constexpr int kBlock = 128;
 enum class Format {
   kTensor,  // a scale per weight matrix, static scales of the activations
   kBlock,   // a scale per block of a weight, and per row and 128 columns of an activation
+  kBf16,    // bf16 weights and activations, without scales
 };
+
+// Of a weight, and of an activation as the products take it.
+__host__ __device__ constexpr int value_bytes(Format format) {
+  return format == Format::kBf16 ? 2 : 1;
+}
 
 // Extents must not be zero; hidden and inter are multiples of 16.
 struct Problem {
@@ -35,8 +41,12 @@ __host__ __device__ constexpr int blocks_of(int extent, int block) {
 }
 
 // Warpgroups that multiply a tile side by side, each 64 weight rows of its own. Two need registers
-// for 128 rows each, which leaves room for one CTA on an SM.
-constexpr int warpgroups_of(int tile_rows) { return tile_rows <= 64 ? 1 : 2; }
+// for 128 rows each, which leaves room for one CTA on an SM; of bf16, whose sums stay in the tensor
+// cores, four find room, and read a tile's rows half as often.
+constexpr int warpgroups_of(Format format, int tile_rows) {
+  if (tile_rows <= 64) return 1;
+  return format == Format::kBf16 ? 4 : 2;
+}
 
 // How every stage cuts the work. Made by choose() alone (heuristics.h).
 struct Config {
@@ -77,13 +87,14 @@ struct Index {
   const int* expert_offset;
 };
 
-// The rows of x in e4m3, and their scales for kBlock.
+// The rows of x as the products take them, and their scales for kBlock.
 struct TokenRows {
-  const void* values;  // e4m3 [tokens, hidden]
+  const void* values;  // e4m3 or bf16 [tokens, hidden]
   const float* scale;  // [tokens, blocks_of(hidden, 128)]
 };
 
-// e4m3 [experts, 2, inter, hidden] (gate first) and [experts, hidden, inter], 16-byte aligned.
+// e4m3 or bf16 [experts, 2, inter, hidden] (gate first) and [experts, hidden, inter], 16-byte
+// aligned.
 struct Weights {
   const void* gate_up;
   const void* down;
@@ -105,10 +116,12 @@ struct Weights {
 // What gate-up passes to down and down to the reduction, by row; rows that no pair fills are
 // neither written nor used.
 struct RowBuffers {
-  void* act;         // e4m3 [pairs, inter], 16-byte aligned: SiLU(gate) * up, requantised
+  // e4m3 or bf16 [pairs, inter], 16-byte aligned: SiLU(gate) * up, requantised or rounded.
+  void* act;
   float* act_scale;  // [pairs, blocks_of(inter, 128)], kBlock only
-  // bf16 [pairs, hidden], 16-byte aligned: an expert's output, not yet weighted. Before that, of
-  // kBlock, float32 [pairs, inter]: the intermediate that is not quantised yet.
+  // [pairs, hidden], 16-byte aligned: an expert's output, not yet weighted, in bf16, and of kBf16
+  // in float32. Before that, of kBlock, float32 [pairs, inter]: the intermediate that is not
+  // quantised yet.
   void* outputs;
   // kBlock: [max_tiles, blocks_of(inter, 128)], zeros before gate-up: how many of the tasks that
   // share a scale have left their columns in `outputs`.
@@ -119,6 +132,7 @@ inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
   out << "fused_moe T=" << p.tokens << " K=" << p.top_k << " E=" << p.experts << " H=" << p.hidden
       << " I=" << p.inter;
   if (p.format == Format::kTensor) return out << " per tensor";
+  if (p.format == Format::kBf16) return out << " bf16";
   return out << " blocks of " << p.block_rows;
 }
 

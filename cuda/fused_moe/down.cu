@@ -29,10 +29,13 @@ cudaError_t launch_with(Kernel kernel, const Problem& p, const Config& config,
 }
 
 // More rows than 64 have no registers for pairs, and no need: they wait for products, not for
-// weights.
+// weights. Of bf16, 192 columns are three whole stages.
 constexpr int kMostPairRows = 64;
+constexpr bool can_take_pairs(Format format, int tile_rows) {
+  return format != Format::kBf16 && tile_rows <= kMostPairRows;
+}
 bool takes_pairs(const Problem& p, const Config& config) {
-  return p.inter == kPairColumns && config.tile_rows <= kMostPairRows;
+  return p.inter == kPairColumns && can_take_pairs(p.format, config.tile_rows);
 }
 
 cudaError_t make_maps(const Problem& p, const Config& config, const void* down, const void* act,
@@ -48,7 +51,7 @@ template <int TileRows, Format format>
 cudaError_t launch_shape(const Problem& p, const Config& config, const DownArrays& arrays,
                          const Maps& maps, bool overlaps_previous, int num_sms,
                          cudaStream_t stream) {
-  if constexpr (TileRows <= kMostPairRows) {
+  if constexpr (can_take_pairs(format, TileRows)) {
     if (takes_pairs(p, config)) {
       return launch_with<DownPairsShape<TileRows, format>>(down_pairs_kernel<TileRows, format>, p,
                                                            config, arrays, maps, overlaps_previous,
@@ -83,6 +86,11 @@ cudaError_t launch_down(const Problem& p, const Config& config, const Index& ind
   JAX_HPC_CASE(32, kBlock)
   JAX_HPC_CASE(64, kBlock)
   JAX_HPC_CASE(128, kBlock)
+  JAX_HPC_CASE(8, kBf16)
+  JAX_HPC_CASE(16, kBf16)
+  JAX_HPC_CASE(32, kBf16)
+  JAX_HPC_CASE(64, kBf16)
+  JAX_HPC_CASE(128, kBf16)
 #undef JAX_HPC_CASE
   return cudaErrorInvalidValue;
 }

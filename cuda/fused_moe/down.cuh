@@ -12,8 +12,7 @@ namespace jax_hpc::fused_moe {
 
 template <int TileRows, Format format>
 struct DownShape
-    : SquareStageShape<TileRows, TileRows, format == Format::kBlock ? TileRows + 4 : 0, 0> {
-  static constexpr bool kHasBlocks = format == Format::kBlock;
+    : SquareStageShape<format, TileRows, TileRows, format == Format::kBlock ? TileRows + 4 : 0, 0> {
   static constexpr int kTaskRows = DownShape::kGroups * kWeightRows;  // hidden values of a task
 };
 
@@ -35,7 +34,7 @@ __device__ __forceinline__ void copy_down(const StageMemory<Shape>& memory, Task
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
       wait(memory.empty(place.stage), place.parity ^ 1);
       arrive_expecting(memory.full(place.stage), Shape::kRowsAt);
-      copy_weights(memory.weights(place.stage), map, memory.full(place.stage), turn * kStageValues,
+      copy_weights(memory.weights(place.stage), map, memory.full(place.stage), turn * kStageRow,
                    part * Shape::kTaskRows, tile.expert);
     }
   }
@@ -49,7 +48,7 @@ __device__ __forceinline__ void copy_act(const StageMemory<Shape>& memory, int s
   const int groups = ceil_div(tile.rows, kGroupRows);
   arrive_expecting(memory.full(stage), static_cast<uint32_t>(groups * kGroupBytes));
   for (int i = 0; i < groups; ++i) {
-    copy_tile(memory.rows(stage) + i * kGroupBytes, map, memory.full(stage), turn * kStageValues,
+    copy_tile(memory.rows(stage) + i * kGroupBytes, map, memory.full(stage), turn * kStageRow,
               tile.first_row + i * kGroupRows);
   }
 }
@@ -129,6 +128,32 @@ __device__ __forceinline__ void write_outputs(const Problem& p, const RowBuffers
   }
 }
 
+// Writes the tile's products in float32, 32 bytes of a token's row at once by eight lanes: rounded
+// to bf16 here and after the weighted sum again, the largest error of experts in bf16 would be more
+// than twice that of one rounding.
+template <class Shape>
+__device__ __forceinline__ void write_floats(const Problem& p, const RowBuffers& rows,
+                                             const Tile& tile, int part, const Fragment& f,
+                                             const float (&totals)[Shape::kRows / 2]) {
+  const int hidden0 = part * Shape::kTaskRows + f.group * kWeightRows + f.warp * 16;
+  if (hidden0 >= p.hidden) return;
+  auto* to = static_cast<float*>(rows.outputs) +
+             static_cast<int64_t>(tile.first_row + f.token0) * p.hidden + hidden0 + f.row;
+#pragma unroll
+  for (int j = 0; j < Shape::kRows / 8; ++j) {
+    float* at = to + static_cast<int64_t>(8 * j) * p.hidden;
+    const int token = 8 * j + f.token0;
+    if (token < tile.rows) {
+      at[0] = totals[4 * j];
+      at[8] = totals[4 * j + 2];
+    }
+    if (token + 1 < tile.rows) {
+      at[p.hidden] = totals[4 * j + 1];
+      at[p.hidden + 8] = totals[4 * j + 3];
+    }
+  }
+}
+
 // Adds the products of half a stage, whose weights have a scale of their own.
 template <class Shape>
 __device__ __forceinline__ void add_half(const StageMemory<Shape>& memory, int stage, int half,
@@ -148,22 +173,28 @@ __device__ __forceinline__ void add_half(const StageMemory<Shape>& memory, int s
   }
 }
 
-// Weights of one scale are one sum.
+// Weights of one scale are one sum; of bf16 all stages are.
 template <class Shape>
 __device__ __forceinline__ void multiply_whole(const StageMemory<Shape>& memory, int stage,
                                                const Fragment& f,
                                                float (&totals)[Shape::kRows / 2]) {
-  float sums[Shape::kRows / 2];
-  wgmma_fence();
-  multiply<Shape::kRows>(memory.weights(stage) + f.group * kWeightBytes, memory.rows(stage), sums);
-  wgmma_commit();
-  wgmma_wait<0>();
-  hold_all(sums);
-  if constexpr (Shape::kHasBlocks) {
-    add_half(memory, stage, 0, f, sums, totals);
+  if constexpr (Shape::kFormat == Format::kBf16) {
+    accumulate<Shape::kRows>(memory.weights(stage) + f.group * kWeightBytes, memory.rows(stage),
+                             totals);
   } else {
+    float sums[Shape::kRows / 2];
+    wgmma_fence();
+    multiply<Shape::kRows>(memory.weights(stage) + f.group * kWeightBytes, memory.rows(stage),
+                           sums);
+    wgmma_commit();
+    wgmma_wait<0>();
+    hold_all(sums);
+    if constexpr (Shape::kHasBlocks) {
+      add_half(memory, stage, 0, f, sums, totals);
+    } else {
 #pragma unroll
-    for (int i = 0; i < Shape::kRows / 2; ++i) totals[i] += sums[i];
+      for (int i = 0; i < Shape::kRows / 2; ++i) totals[i] += sums[i];
+    }
   }
 }
 
@@ -204,7 +235,7 @@ __device__ __forceinline__ void multiply_down(const StageMemory<Shape>& memory, 
   int part;
   while (walk.next(tile, part)) {
     float factor = 1.0f;
-    if constexpr (!Shape::kHasBlocks) {
+    if constexpr (Shape::kFormat == Format::kTensor) {
       factor = arrays.weights.act_scale_of(tile.expert) * arrays.weights.down_scale[tile.expert];
     }
     float totals[Shape::kRows / 2] = {};
@@ -218,7 +249,11 @@ __device__ __forceinline__ void multiply_down(const StageMemory<Shape>& memory, 
       }
       release(memory, place.stage, f.lane);
     }
-    write_outputs<Shape>(p, arrays.rows, tile, part, f, factor, totals);
+    if constexpr (Shape::kFormat == Format::kBf16) {
+      write_floats<Shape>(p, arrays.rows, tile, part, f, totals);
+    } else {
+      write_outputs<Shape>(p, arrays.rows, tile, part, f, factor, totals);
+    }
   }
 }
 
@@ -241,7 +276,7 @@ __global__ void __launch_bounds__(DownShape<TileRows, format>::kThreads,
   __syncthreads();
   const TaskWalk walk(arrays.index, nullptr, ceil_div(p.hidden, Shape::kTaskRows),
                       static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-  const int turns = ceil_div(p.inter, kStageValues);
+  const int turns = ceil_div(p.inter * value_bytes(format), kStageRow);
   if (warp == Shape::kWeightWarp) {
     if (elect_one()) copy_down<Shape>(memory, walk, turns, &weight_map);
   } else if (warp == Shape::kRowWarp) {

@@ -49,6 +49,12 @@ cudaError_t launch_gate_up(const Problem& p, const Config& config, const Index& 
   JAX_HPC_CASE(32, 1, kBlock)
   JAX_HPC_CASE(64, 1, kBlock)
   JAX_HPC_CASE(128, 1, kBlock)
+  JAX_HPC_CASE(8, 4, kBf16)
+  JAX_HPC_CASE(8, 1, kBf16)
+  JAX_HPC_CASE(16, 1, kBf16)
+  JAX_HPC_CASE(32, 1, kBf16)
+  JAX_HPC_CASE(64, 1, kBf16)
+  JAX_HPC_CASE(128, 1, kBf16)
 #undef JAX_HPC_CASE
   return cudaErrorInvalidValue;
 }

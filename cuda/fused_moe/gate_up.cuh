@@ -1,4 +1,4 @@
-// act = requantised SiLU(gate) * up of the tokens that an expert's rows name.
+// act = requantised, or rounded, SiLU(gate) * up of the tokens that an expert's rows name.
 //
 // The 64 weight rows of a product are groups of eight gate rows and the eight up rows that belong
 // to them, in turn: a thread holds gate and up of the same columns of the intermediate, 32 of them
@@ -89,14 +89,19 @@ __device__ __forceinline__ void multiply_turns(const StageMemory<Shape>& memory,
   for (int turn = 0; turn < turns; ++turn, place.advance()) {
     wait(memory.full(place.stage), place.parity);
     fence_for_products();
-    multiply_stage<Shape>(memory, place.stage, f, totals);
+    if constexpr (Shape::kFormat == Format::kBf16) {
+      accumulate<Shape::kRows>(memory.weights(place.stage) + f.group * kWeightBytes,
+                               memory.rows(place.stage), totals);
+    } else {
+      multiply_stage<Shape>(memory, place.stage, f, totals);
+    }
     release(memory, place.stage, f.lane);
   }
 }
 
-// By the consumers, of static scales.
+// By the consumers, of static scales or none.
 template <class Shape>
-__device__ __forceinline__ void multiply_tensor(const StageMemory<Shape>& memory, const Problem& p,
+__device__ __forceinline__ void multiply_static(const StageMemory<Shape>& memory, const Problem& p,
                                                 TaskWalk walk, int turns,
                                                 const GateUpArrays& arrays) {
   const Fragment f(static_cast<int>(threadIdx.x), Shape::kGroups);
@@ -104,14 +109,14 @@ __device__ __forceinline__ void multiply_tensor(const StageMemory<Shape>& memory
   Tile tile;
   int part;
   for (int task = 0; walk.next(tile, part); ++task) {
-    const TensorScales scales(arrays.weights, tile.expert);
+    const Scales<Shape> scales(arrays.weights, tile.expert);
     float totals[Shape::kRows / 2] = {};
     multiply_turns<Shape>(memory, turns, f, place, totals);
     const int column0 = part * Shape::kColumns + f.group * Shape::kGroupColumns;
     if constexpr (Shape::kPieces > 1) {
       write_pieces<Shape>(memory, p, arrays.rows, tile, scales, column0, f, task % 2, totals);
     } else {
-      write_tensor<Shape>(p, arrays.rows, tile, scales, column0, f, totals);
+      write_tile<Shape>(p, arrays.rows, tile, scales, column0, f, totals);
     }
   }
 }
@@ -159,14 +164,16 @@ __global__ void __launch_bounds__(GateUpShape<TileRows, Pieces, format>::kThread
     fence_barrier_init();
   }
   __syncthreads();
-  // Weights, and the index of few pairs, do not depend on the kernel before. Tokens do.
-  if (few == nullptr || warp == Shape::kRowWarp) {
+  // Weights, and the index of few pairs, do not depend on the kernel before. Tokens do where it
+  // quantises them; else one of the other warps waits, so that the next kernel may start.
+  constexpr int kWaitingWarp = format == Format::kBf16 ? 0 : Shape::kRowWarp;
+  if (few == nullptr || warp == kWaitingWarp) {
     wait_for_previous_kernel();
     let_next_kernel_start();
   }
   const TaskWalk walk(arrays.index, few, ceil_div(p.inter, Shape::kColumns),
                       static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-  const int turns = ceil_div(p.hidden, Shape::kTurnValues);
+  const int turns = ceil_div(p.hidden * value_bytes(format), Shape::kTurnBytes);
   if (warp == Shape::kWeightWarp) {
     if (elect_one()) copy_gate_up<Shape>(memory, p, walk, turns, &map);
   } else if (warp == Shape::kRowWarp) {
@@ -175,7 +182,7 @@ __global__ void __launch_bounds__(GateUpShape<TileRows, Pieces, format>::kThread
     if constexpr (Shape::kHasBlocks) {
       multiply_block<Shape>(memory, p, walk, turns, arrays);
     } else {
-      multiply_tensor<Shape>(memory, p, walk, turns, arrays);
+      multiply_static<Shape>(memory, p, walk, turns, arrays);
     }
   }
 }

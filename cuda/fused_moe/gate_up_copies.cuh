@@ -19,8 +19,8 @@ __device__ __forceinline__ void copy_gate_up(const StageMemory<Shape>& memory, c
       wait(memory.empty(place.stage), place.parity ^ 1);
       arrive_expecting(memory.full(place.stage), Shape::kRowsAt);
       if constexpr (Shape::kPieces == 1) {
-        copy_weights(memory.weights(place.stage), map, memory.full(place.stage),
-                     turn * kStageValues, 0, 0, first / kGroupRows, tile.expert);
+        copy_weights(memory.weights(place.stage), map, memory.full(place.stage), turn * kStageRow,
+                     0, 0, first / kGroupRows, tile.expert);
       } else {
         copy_weights(memory.weights(place.stage), map, memory.full(place.stage), 0, first, 0,
                      turn * Shape::kPieces, tile.expert);
@@ -37,14 +37,19 @@ class RowCopies {
  public:
   __device__ __forceinline__ RowCopies(const StageMemory<Shape>& memory, const Problem& p,
                                        const GateUpArrays& arrays, const FewPairs* few, int lane)
-      : memory_(memory), p_(p), arrays_(arrays), few_(few), lane_(lane), hidden_(p.hidden) {
+      : memory_(memory),
+        p_(p),
+        arrays_(arrays),
+        few_(few),
+        lane_(lane),
+        row_bytes_(p.hidden * value_bytes(Shape::kFormat)) {
     const int unit = lane % kUnitsOfRow;
     const int group = lane / kUnitsOfRow;
     hidden0_ = (kHasPieces ? lane : unit) * kUnit;
     first_row_ = kHasPieces ? 0 : group;
-    place_[0] = group * (kHasPieces ? kGroupBytes : kStageValues) +
-                (kHasPieces ? unit : unit ^ group) * kUnit;
-    place_[1] = place_[0] ^ (kRowsAtOnce * (kStageValues + kUnit));
+    place_[0] =
+        group * (kHasPieces ? kGroupBytes : kStageRow) + (kHasPieces ? unit : unit ^ group) * kUnit;
+    place_[1] = place_[0] ^ (kRowsAtOnce * (kStageRow + kUnit));
   }
 
   __device__ __forceinline__ void start_task(const Tile& tile, int column) {
@@ -55,15 +60,15 @@ class RowCopies {
     for (int i = 0; i < kRowsOfLane; ++i) {
       if (i >= count_) continue;
       const int token = token_of(tile.first_row + first_row_ + i * kRowsAtOnce);
-      from_[i] = values + static_cast<int64_t>(token) * hidden_ + hidden0_;
+      from_[i] = values + static_cast<int64_t>(token) * row_bytes_ + hidden0_;
     }
     if constexpr (Shape::kHasBlocks) start_scales(tile, column);
   }
 
   __device__ __forceinline__ void copy(int turn, int stage) {
-    const int offset = turn * Shape::kTurnValues;
+    const int offset = turn * Shape::kTurnBytes;
     const SharedAddress to = memory_.rows(stage);
-    if (offset + hidden0_ < hidden_) {
+    if (offset + hidden0_ < row_bytes_) {
 #pragma unroll
       for (int i = 0; i < kRowsOfLane; ++i) {
         if (i < count_) copy_16(to + place(i), from_[i] + offset, true);
@@ -80,15 +85,15 @@ class RowCopies {
 
  private:
   static constexpr bool kHasPieces = Shape::kPieces > 1;
-  static constexpr int kUnit = 16;  // bytes of a copy, which are values too
-  static constexpr int kUnitsOfRow = kStageValues / kUnit;
+  static constexpr int kUnit = 16;  // bytes of a copy
+  static constexpr int kUnitsOfRow = kStageRow / kUnit;
   static constexpr int kRowsAtOnce = kHasPieces ? 1 : kWarpSize / kUnitsOfRow;
   static constexpr int kRowsOfLane = Shape::kTileRows / kRowsAtOnce;
   static constexpr int kScalesOfLane = ceil_div(Shape::kTileRows, kWarpSize);
 
   // Of the lane's row i: swizzled, so that the two or eight rows of a group differ.
   __device__ __forceinline__ int place(int i) const {
-    if constexpr (kHasPieces) return (place_[0] ^ (i * kUnit)) + i * kStageValues;
+    if constexpr (kHasPieces) return (place_[0] ^ (i * kUnit)) + i * kStageRow;
     return place_[i % 2] + i / 2 * kGroupBytes;
   }
   __device__ __forceinline__ int token_of(int row) const {
@@ -96,7 +101,7 @@ class RowCopies {
   }
 
   __device__ __forceinline__ void start_scales(const Tile& tile, int column) {
-    const int hidden_blocks = ceil_div(hidden_, kBlock);
+    const int hidden_blocks = ceil_div(p_.hidden, kBlock);
 #pragma unroll
     for (int i = 0; i < kScalesOfLane; ++i) {
       const int scaled = i * kWarpSize + lane_;
@@ -125,8 +130,8 @@ class RowCopies {
   const GateUpArrays& arrays_;
   const FewPairs* few_;
   int lane_;
-  int hidden_;
-  int hidden0_;    // of the lane, in the first turn
+  int row_bytes_;  // of a token
+  int hidden0_;    // byte of a token's row: the lane's, in the first turn
   int first_row_;  // of the lane
   int place_[2];
   int rows_ = 0;

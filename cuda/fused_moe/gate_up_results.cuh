@@ -1,5 +1,9 @@
-// From gate-up's sums to the intermediate: SiLU(gate) * up, requantised.
+// From gate-up's sums to the intermediate: SiLU(gate) * up, requantised, or rounded to bf16.
 #pragma once
+
+#include <cuda_bf16.h>
+
+#include <type_traits>
 
 #include "common/fp8.cuh"
 #include "fused_moe/gate_up_shape.cuh"
@@ -21,6 +25,18 @@ __device__ __forceinline__ void write_column(const Problem& p, const RowBuffers&
   if (token + 1 < tile.rows) to[p.inter] = static_cast<uint8_t>(pair >> 8);
 }
 
+// The same of bf16, of eight columns and eight tokens, two neighbouring columns at once.
+__device__ __forceinline__ void write_columns(const Problem& p, const RowBuffers& rows,
+                                              const Tile& tile, int token0, int column0,
+                                              const Fragment& f, float2 act) {
+  const uint32_t columns = transpose(pack_bf16(act.x, act.y));
+  const int token = token0 + f.row;
+  if (token >= tile.rows) return;
+  auto* to = static_cast<__nv_bfloat16*>(rows.act) +
+             static_cast<int64_t>(tile.first_row + token) * p.inter + column0 + f.token0;
+  *reinterpret_cast<uint32_t*>(to) = columns;
+}
+
 // Static scales of a tile's expert.
 struct TensorScales {
   float gate;
@@ -33,19 +49,43 @@ struct TensorScales {
         act_reciprocal(1.0f / weights.act_scale_of(expert)) {}
 };
 
+// Those of bf16.
+struct NoScales {
+  static constexpr float gate = 1.0f;
+  static constexpr float up = 1.0f;
+
+  __device__ __forceinline__ NoScales(const Weights&, int) {}
+};
+
 template <class Shape>
-__device__ __forceinline__ void write_tensor(const Problem& p, const RowBuffers& rows,
-                                             const Tile& tile, const TensorScales& scales,
-                                             int column0, const Fragment& f,
-                                             const float (&totals)[Shape::kRows / 2]) {
-  const int column = column0 + f.warp * kGroupRows + f.row;
-  if (column >= p.inter) return;
+using Scales = std::conditional_t<Shape::kFormat == Format::kBf16, NoScales, TensorScales>;
+
+// Of eight columns and eight tokens, of which the thread's products are a fragment's.
+template <class Shape>
+__device__ __forceinline__ void write_act(const Problem& p, const RowBuffers& rows,
+                                          const Tile& tile, const Scales<Shape>& scales, int token0,
+                                          int column0, const Fragment& f, float4 products) {
+  const float2 act = {silu_times(products.x * scales.gate, products.z * scales.up),
+                      silu_times(products.y * scales.gate, products.w * scales.up)};
+  if constexpr (Shape::kFormat == Format::kBf16) {
+    write_columns(p, rows, tile, token0, column0, f, act);
+  } else {
+    write_column(p, rows, tile, token0 + f.token0, column0 + f.row, act,
+                 {scales.act_reciprocal, scales.act_reciprocal});
+  }
+}
+
+template <class Shape>
+__device__ __forceinline__ void write_tile(const Problem& p, const RowBuffers& rows,
+                                           const Tile& tile, const Scales<Shape>& scales,
+                                           int column0, const Fragment& f,
+                                           const float (&totals)[Shape::kRows / 2]) {
+  const int first = column0 + f.warp * kGroupRows;
+  if (first + f.row >= p.inter) return;  // all of the warp: columns are a multiple of 16
 #pragma unroll
   for (int j = 0; j < Shape::kRows / 8; ++j) {
-    const float2 act = {silu_times(totals[4 * j] * scales.gate, totals[4 * j + 2] * scales.up),
-                        silu_times(totals[4 * j + 1] * scales.gate, totals[4 * j + 3] * scales.up)};
-    write_column(p, rows, tile, 8 * j + f.token0, column, act,
-                 {scales.act_reciprocal, scales.act_reciprocal});
+    write_act<Shape>(p, rows, tile, scales, 8 * j, first, f,
+                     {totals[4 * j], totals[4 * j + 1], totals[4 * j + 2], totals[4 * j + 3]});
   }
 }
 
@@ -54,7 +94,7 @@ __device__ __forceinline__ void write_tensor(const Problem& p, const RowBuffers&
 template <class Shape>
 __device__ __forceinline__ void write_pieces(const StageMemory<Shape>& memory, const Problem& p,
                                              const RowBuffers& rows, const Tile& tile,
-                                             const TensorScales& scales, int column0,
+                                             const Scales<Shape>& scales, int column0,
                                              const Fragment& f, int turn,
                                              const float (&totals)[Shape::kRows / 2]) {
   float4 own{};
@@ -74,12 +114,8 @@ __device__ __forceinline__ void write_pieces(const StageMemory<Shape>& memory, c
     const float4 part = load_shared(place + i * kWarpSize * kVector);
     sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
   }
-  const int column = column0 + f.row;
-  if (column >= p.inter) return;
-  write_column(p, rows, tile, f.token0, column,
-               {silu_times(sum.x * scales.gate, sum.z * scales.up),
-                silu_times(sum.y * scales.gate, sum.w * scales.up)},
-               {scales.act_reciprocal, scales.act_reciprocal});
+  if (column0 + f.row >= p.inter) return;
+  write_act<Shape>(p, rows, tile, scales, 0, column0, f, sum);
 }
 
 // Dynamic scales: a task leaves its columns in float32, and the last of the tasks that share scales

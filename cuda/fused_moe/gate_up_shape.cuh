@@ -13,18 +13,17 @@ constexpr int gate_up_extra_bytes(int pieces, Format format) {
 }
 
 template <int TileRows, int Pieces, Format format>
-struct GateUpShape
-    : SquareStageShape<TileRows * Pieces, TileRows, format == Format::kBlock ? TileRows + 4 : 0,
-                       gate_up_extra_bytes(Pieces, format)> {
+struct GateUpShape : SquareStageShape<format, TileRows * Pieces, TileRows,
+                                      format == Format::kBlock ? TileRows + 4 : 0,
+                                      gate_up_extra_bytes(Pieces, format)> {
   static constexpr int kTileRows = TileRows;
   static constexpr int kPieces = Pieces;
-  static constexpr bool kHasBlocks = format == Format::kBlock;
   static constexpr int kGroupColumns = kWeightRows / 2 / Pieces;
   static constexpr int kColumns = GateUpShape::kGroups * kGroupColumns;
-  static constexpr int kScaleParts = kBlock / kColumns;      // tasks that share a scale
-  static constexpr int kTurnValues = kStageValues * Pieces;  // hidden values of a stage
+  static constexpr int kScaleParts = kBlock / kColumns;  // tasks that share a scale
+  static constexpr int kTurnBytes = kStageRow * Pieces;  // of a token's row, of a stage
   static constexpr int kExchangeAt = int{sizeof(FewPairs)};
-  static_assert(Pieces == 1 || (Pieces == 4 && TileRows == 8 && !kHasBlocks));
+  static_assert(Pieces == 1 || (Pieces == 4 && TileRows == 8 && !GateUpShape::kHasBlocks));
 };
 
 struct GateUpArrays {

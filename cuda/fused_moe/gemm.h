@@ -7,7 +7,8 @@
 
 namespace jax_hpc::fused_moe {
 
-// act[row] = SiLU(gate) * up of x[row_token[row]], requantised; with act_scale for kBlock.
+// act[row] = SiLU(gate) * up of x[row_token[row]], requantised, with act_scale for kBlock; or
+// rounded.
 // `overlaps_previous`: programmatic launch, in which the kernel before this one writes index and x.
 cudaError_t launch_gate_up(const Problem& problem, const Config& config, const Index& index,
                            const TokenRows& x, const Weights& weights, const RowBuffers& rows,

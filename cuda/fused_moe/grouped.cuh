@@ -9,6 +9,7 @@
 
 #include "common/launch.h"
 #include "common/ptx.cuh"
+#include "common/wgmma.cuh"
 #include "common/wgmma_fp8.cuh"
 #include "fused_moe/config.h"
 #include "fused_moe/few_pairs.cuh"
@@ -18,13 +19,14 @@ namespace jax_hpc::fused_moe {
 
 constexpr int kGroupWarps = kWarpgroup / kWarpSize;
 
-// A stage of either product: 128 values of 64 weight rows, and of up to `Rows` rows of tokens,
+// A stage of either product: 128 bytes of 64 weight rows, and of up to `Rows` rows of tokens,
 // swizzled by 128 bytes.
-constexpr int kStageValues = 128;
-constexpr int kGroupRows = 8;  // rows of a swizzled group
-constexpr int kGroupBytes = kGroupRows * kStageValues;
+constexpr int kStageRow = 128;
+constexpr int kStageValues = 128;  // of e4m3; of bf16 there are 64
+constexpr int kGroupRows = 8;      // rows of a swizzled group
+constexpr int kGroupBytes = kGroupRows * kStageRow;
 constexpr int kWeightRows = 64;
-constexpr int kWeightBytes = kWeightRows * kStageValues;  // of a warpgroup
+constexpr int kWeightBytes = kWeightRows * kStageRow;  // of a warpgroup
 
 // Groups: warpgroups that multiply. Scales: floats that come with a stage. ExtraBytes: what the
 // kernel needs beside the ring.
@@ -53,10 +55,12 @@ struct StageShape {
 // As many as registers allow.
 constexpr int ctas_of_sm(int tile_rows) { return tile_rows <= 32 ? 3 : tile_rows <= 64 ? 2 : 1; }
 
-template <int Rows, int TileRows, int Scales, int ExtraBytes>
-struct SquareStageShape
-    : StageShape<warpgroups_of(TileRows), ctas_of_sm(TileRows),
-                 warpgroups_of(TileRows) * kWeightBytes, Rows * kStageValues, Scales, ExtraBytes> {
+template <Format format, int Rows, int TileRows, int Scales, int ExtraBytes>
+struct SquareStageShape : StageShape<warpgroups_of(format, TileRows), ctas_of_sm(TileRows),
+                                     warpgroups_of(format, TileRows) * kWeightBytes,
+                                     Rows * kStageRow, Scales, ExtraBytes> {
+  static constexpr Format kFormat = format;
+  static constexpr bool kHasBlocks = format == Format::kBlock;
   static constexpr int kRows = Rows;
 };
 
@@ -174,6 +178,24 @@ template <int Count>
 __device__ __forceinline__ void hold_all(float (&values)[Count]) {
 #pragma unroll
   for (int i = 0; i < Count; ++i) hold(values[i]);
+}
+
+// sums += weights times rows of a stage of bf16, and waits for it. The sums stay in the tensor
+// cores: of bf16 they keep 24 bits, and what comes of them is rounded to 8.
+template <int Rows>
+__device__ __forceinline__ void accumulate(SharedAddress weights, SharedAddress rows,
+                                           float (&sums)[Rows / 2]) {
+  constexpr int kSteps = 4;  // 16 values each
+  const uint32_t a = swizzled_tile(weights);
+  const uint32_t b = swizzled_tile(rows);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    Wgmma<Rows>::multiply(sums, descriptor(a + 2 * k), descriptor(b + 2 * k), true);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  hold_all(sums);
 }
 
 // Tells that this warp, all of it, is done with a stage.

@@ -39,8 +39,9 @@ inline Config choose(const Problem& p, int num_sms) {
   Config config{.tile_rows = choose_tile_rows(p), .gate_up_pieces = 1};
   const int64_t busy_experts = std::min<int64_t>(num_pairs(p), p.experts);
   const int64_t tiles = busy_experts * blocks_of(p.inter, kTileColumns);
-  const bool has_pieces =
-      config.tile_rows == 8 && p.format == Format::kTensor && p.hidden % kBlock == 0;
+  constexpr int kPieceBytes = 128;
+  const bool has_pieces = config.tile_rows == 8 && p.format != Format::kBlock &&
+                          p.hidden * value_bytes(p.format) % kPieceBytes == 0;
   if (has_pieces && tiles < num_sms) config.gate_up_pieces = 4;
   return config;
 }

@@ -8,9 +8,10 @@
 namespace jax_hpc::fused_moe {
 namespace {
 
-// CTAs behind those that index; none where x is fp8 already.
+// CTAs behind those that index; none where x is taken as it is.
 int quantizing_ctas(const Problem& p, const Arrays& a, int threads) {
-  return a.x_is_fp8 ? 0 : ceil_div(p.tokens * blocks_of(p.hidden, kBlock), threads / kGroupLanes);
+  if (!quantizes_x(p.format, a.x_is_fp8)) return 0;
+  return ceil_div(p.tokens * blocks_of(p.hidden, kBlock), threads / kGroupLanes);
 }
 
 template <bool kPerGroup>
@@ -57,7 +58,9 @@ cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool ove
       .threads = kReduceThreads,
       .overlaps_previous = overlaps};
   constexpr int kFew = 8;
-  const auto kernel = problem.top_k <= kFew ? reduce_kernel<kFew> : reduce_kernel<2 * kFew>;
+  const bool has_few = problem.top_k <= kFew;
+  auto kernel = has_few ? reduce_kernel<kFew, false> : reduce_kernel<2 * kFew, false>;
+  if (problem.format == Format::kBf16) kernel = reduce_kernel<kFew, true>;
   return launch_kernel(kernel, shape, stream, problem, arrays);
 }
 
@@ -65,8 +68,9 @@ cudaError_t launch(const Problem& problem, const Config& config, const Arrays& a
                    bool overlaps, int num_sms, cudaStream_t stream) {
   const Workspace& w = arrays.workspace;
   const Index index{w.tiles, w.header, w.row_token, arrays.topk_ids, arrays.expert_offset};
-  const TokenRows x =
-      arrays.x_is_fp8 ? TokenRows{arrays.x, arrays.x_scale} : TokenRows{w.x, w.x_scale};
+  const TokenRows x = quantizes_x(problem.format, arrays.x_is_fp8)
+                          ? TokenRows{w.x, w.x_scale}
+                          : TokenRows{arrays.x, arrays.x_scale};
   cudaError_t status = launch_prepare(problem, config, arrays, overlaps, stream);
   if (status == cudaSuccess) {
     status = launch_gate_up(problem, config, index, x, arrays.weights, w.rows, overlaps, num_sms,

@@ -27,8 +27,10 @@ constexpr int64_t tile_capacity(const Problem& p) { return max_tiles(p, Config{8
 constexpr int64_t num_arrivals(const Problem& p) {
   return p.format == Format::kBlock ? tile_capacity(p) * blocks_of(p.inter, kBlock) : 0;
 }
-// In bf16: of a row its outputs, or before them its intermediate in float32.
+// In values of bf16: of a row its outputs, in float32 of kBf16, or before them its intermediate in
+// float32.
 constexpr int64_t num_outputs(const Problem& p) {
+  if (p.format == Format::kBf16) return num_pairs(p) * 2 * p.hidden;
   const bool has_floats = p.format == Format::kBlock && p.hidden < 2 * p.inter;
   return num_pairs(p) * (has_floats ? 2 * p.inter : p.hidden);
 }
@@ -40,14 +42,14 @@ struct Workspace {
   int* row_token;    // [pairs]
   int* pair_row;     // [pairs]: the row of a pair, -1 where it has no expert here
   uint32_t* counts;  // [num_counts], of two experts each; null where there are none
-  void* x;           // e4m3 [tokens, hidden]; null where x is fp8 already
-  float* x_scale;    // [tokens, blocks_of(hidden, 128)], kBlock; null where x is fp8 already
+  void* x;           // e4m3 [tokens, hidden]; null where x is taken as it is
+  float* x_scale;    // [tokens, blocks_of(hidden, 128)], kBlock; null where x is taken as it is
   RowBuffers rows;
 };
 
 // All arrays are row-major and 16-byte aligned.
 struct Arrays {
-  const void* x;                 // bf16, or e4m3 with x_is_fp8, [tokens, hidden]
+  const void* x;                 // bf16, or of fp8 experts e4m3 with x_is_fp8, [tokens, hidden]
   const float* x_scale;          // [tokens, blocks_of(hidden, 128)] of an fp8 x, kBlock; else null
   const int* topk_ids;           // [tokens, top_k]
   const float* topk_weights;     // [tokens, top_k]
@@ -59,6 +61,10 @@ struct Arrays {
   Workspace workspace;
   bool x_is_fp8;
 };
+
+constexpr bool quantizes_x(Format format, bool x_is_fp8) {
+  return format != Format::kBf16 && !x_is_fp8;
+}
 
 // Kernels that a call launches, one after the other.
 constexpr int num_launches(const Problem& p) { return index_ctas(p) > 1 ? 5 : 4; }

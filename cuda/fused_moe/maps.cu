@@ -5,13 +5,18 @@
 namespace jax_hpc::fused_moe {
 namespace {
 
-constexpr uint64_t kRowValues = 128;
+constexpr uint64_t kRowBytes = 128;  // of a stage, or a box
 constexpr uint32_t kGroupRows = 8;
 constexpr uint32_t kWarpgroupRows = 64;
 
 // Of weights, of a CTA.
-uint32_t weight_rows(const Config& config) {
-  return static_cast<uint32_t>(warpgroups_of(config.tile_rows)) * kWarpgroupRows;
+uint32_t weight_rows(const Problem& p, const Config& config) {
+  return static_cast<uint32_t>(warpgroups_of(p.format, config.tile_rows)) * kWarpgroupRows;
+}
+
+// Bytes of a row of `values` weights or activations.
+uint64_t bytes_of(const Problem& p, int values) {
+  return static_cast<uint64_t>(values) * static_cast<uint64_t>(value_bytes(p.format));
 }
 
 // One dimension: how many, how many of a box, and bytes from one to the next.
@@ -49,26 +54,26 @@ cudaError_t encode(const void* array, const Dimension (&dimensions)[Rank], CUten
 // times, of four pieces of the hidden axis once each.
 cudaError_t make_gate_up_map(const Problem& p, const Config& config, const void* gate_up,
                              CUtensorMap* map) {
-  const auto hidden = static_cast<uint64_t>(p.hidden);
+  const uint64_t hidden = bytes_of(p, p.hidden);
   const auto inter = static_cast<uint64_t>(p.inter);
   const auto experts = static_cast<uint64_t>(p.experts);
   const Dimension gate_or_up{2, 2, inter * hidden};
   const Dimension expert{experts, 1, 2 * inter * hidden};
   if (config.gate_up_pieces == 1) {
     const Dimension dimensions[] = {
-        {hidden, kRowValues, 1},
+        {hidden, kRowBytes, 1},
         {kGroupRows, kGroupRows, hidden},
         gate_or_up,
-        {inter / kGroupRows, weight_rows(config) / (2 * kGroupRows), kGroupRows * hidden},
+        {inter / kGroupRows, weight_rows(p, config) / (2 * kGroupRows), kGroupRows * hidden},
         expert};
     return encode(gate_up, dimensions, map);
   }
-  if (p.hidden % static_cast<int>(kRowValues) != 0) return cudaErrorInvalidValue;
+  if (hidden % kRowBytes != 0) return cudaErrorInvalidValue;
   const auto pieces = static_cast<uint32_t>(config.gate_up_pieces);
-  const Dimension dimensions[] = {{kRowValues, kRowValues, 1},
+  const Dimension dimensions[] = {{kRowBytes, kRowBytes, 1},
                                   {inter, kGroupRows, hidden},
                                   gate_or_up,
-                                  {hidden / kRowValues, pieces, kRowValues},
+                                  {hidden / kRowBytes, pieces, kRowBytes},
                                   expert};
   return encode(gate_up, dimensions, map);
 }
@@ -76,16 +81,16 @@ cudaError_t make_gate_up_map(const Problem& p, const Config& config, const void*
 cudaError_t make_down_map(const Problem& p, const Config& config, const void* down,
                           CUtensorMap* map) {
   const auto hidden = static_cast<uint64_t>(p.hidden);
-  const auto inter = static_cast<uint64_t>(p.inter);
-  const Dimension dimensions[] = {{inter, kRowValues, 1},
-                                  {hidden, weight_rows(config), inter},
+  const uint64_t inter = bytes_of(p, p.inter);
+  const Dimension dimensions[] = {{inter, kRowBytes, 1},
+                                  {hidden, weight_rows(p, config), inter},
                                   {static_cast<uint64_t>(p.experts), 1, hidden * inter}};
   return encode(down, dimensions, map);
 }
 
 cudaError_t make_act_map(const Problem& p, const void* act, CUtensorMap* map) {
-  const auto inter = static_cast<uint64_t>(p.inter);
-  const Dimension dimensions[] = {{inter, kRowValues, 1},
+  const uint64_t inter = bytes_of(p, p.inter);
+  const Dimension dimensions[] = {{inter, kRowBytes, 1},
                                   {static_cast<uint64_t>(num_pairs(p)), kGroupRows, inter}};
   return encode(act, dimensions, map);
 }
@@ -95,9 +100,9 @@ cudaError_t make_down_pairs_map(const Problem& p, const void* down, CUtensorMap*
   constexpr uint64_t kRowsOfPair = 3;
   const auto hidden = static_cast<uint64_t>(p.hidden);
   const auto inter = static_cast<uint64_t>(p.inter);
-  const Dimension dimensions[] = {{kRowValues, kRowValues, 1},
+  const Dimension dimensions[] = {{kRowBytes, kRowBytes, 1},
                                   {hidden / 2, kPairs, 2 * inter},
-                                  {kRowsOfPair, kRowsOfPair, kRowValues},
+                                  {kRowsOfPair, kRowsOfPair, kRowBytes},
                                   {static_cast<uint64_t>(p.experts), 1, hidden * inter}};
   return encode(down, dimensions, map);
 }

@@ -8,14 +8,14 @@
 
 namespace jax_hpc::fused_moe {
 
-// e4m3 operands of two to five dimensions, innermost first, in boxes of 128-byte rows, swizzled.
+// Operands of two to five dimensions, innermost first, in boxes of 128-byte rows, swizzled.
 cudaError_t make_gate_up_map(const Problem& p, const Config& config, const void* gate_up,
                              CUtensorMap* map);
 cudaError_t make_down_map(const Problem& p, const Config& config, const void* down,
                           CUtensorMap* map);
 cudaError_t make_act_map(const Problem& p, const void* act, CUtensorMap* map);
 
-// The same for an intermediate of 192 columns (down_pairs.cuh).
+// The same for an intermediate of 192 columns in e4m3 (down_pairs.cuh).
 cudaError_t make_down_pairs_map(const Problem& p, const void* down, CUtensorMap* map);
 cudaError_t make_act_pieces_map(const Problem& p, const void* act, CUtensorMap* map);
 

@@ -1,4 +1,5 @@
-// Before the products: x is quantised while the pairs are sorted by expert. Up to kPairsOfCta pairs
+// Before the products: the pairs are sorted by expert, and meanwhile x is quantised for experts in
+// fp8. Up to kPairsOfCta pairs
 // are one CTA's work, within the launch that quantises. More take two launches: one counts the
 // pairs of every CTA, the other places them.
 #pragma once

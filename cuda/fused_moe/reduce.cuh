@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "common/ptx.cuh"
+#include "fused_moe/instructions.cuh"
 #include "fused_moe/launch.h"
 #include "fused_moe/quantize.cuh"
 
@@ -66,13 +67,47 @@ __device__ __forceinline__ void add(float (&sum)[kReduceValues], float factor,
   for (int i = 0; i < kReduceValues; ++i) sum[i] += factor * values[i];
 }
 
+// An expert's outputs as they lie in memory: eight columns of bf16, or of float32.
+template <bool kFloats>
+struct Outputs;
+
+template <>
+struct Outputs<false> {
+  uint4 packed{};
+
+  __device__ __forceinline__ void read(const void* outputs, int64_t place) {
+    packed = static_cast<const uint4*>(outputs)[place / kReduceValues];
+  }
+  __device__ __forceinline__ void unpack(float (&values)[kReduceValues]) const {
+    unpack_bf16(packed, values);
+  }
+};
+
+template <>
+struct Outputs<true> {
+  float4 low{};
+  float4 high{};
+
+  __device__ __forceinline__ void read(const void* outputs, int64_t place) {
+    const float* from = static_cast<const float*>(outputs) + place;
+    low = load_float4(from);
+    high = load_float4(from + 4);
+  }
+  __device__ __forceinline__ void unpack(float (&values)[kReduceValues]) const {
+    const float all[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < kReduceValues; ++i) values[i] = all[i];
+  }
+};
+
 // Grid: tokens, then columns. What the index holds was written two kernels ago, and each kernel
 // lets the next one start only after its own wait: so it is there before this kernel's wait, in the
 // L2 cache, past an L1 that may hold what an earlier call left. kAtOnce choices are under way
-// together.
-template <int kAtOnce>
-__global__ __launch_bounds__(kReduceThreads) void reduce_kernel(const __grid_constant__ Problem p,
-                                                                const __grid_constant__ Arrays a) {
+// together: of float32 they need registers for fewer CTAs than the compiler would aim at.
+template <int kAtOnce, bool kFloats>
+__global__ __launch_bounds__(kReduceThreads,
+                             kFloats ? 4 : 0) void reduce_kernel(const __grid_constant__ Problem p,
+                                                                 const __grid_constant__ Arrays a) {
   const int column = static_cast<int>(blockIdx.y * kReduceThreads + threadIdx.x) * kReduceValues;
   const int64_t token = blockIdx.x;
   const bool exists = column < p.hidden;
@@ -93,19 +128,17 @@ __global__ __launch_bounds__(kReduceThreads) void reduce_kernel(const __grid_con
       has_waited = true;
       wait_for_previous_kernel();
     }
-    uint4 packed[kAtOnce];
+    Outputs<kFloats> outputs[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      packed[i] = uint4{};
       if (rows[i] < 0) continue;
-      const int64_t place = int64_t{rows[i]} * p.hidden + column;
-      packed[i] = static_cast<const uint4*>(a.workspace.rows.outputs)[place / kReduceValues];
+      outputs[i].read(a.workspace.rows.outputs, int64_t{rows[i]} * p.hidden + column);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (rows[i] < 0) continue;
       float values[kReduceValues];
-      unpack_bf16(packed[i], values);
+      outputs[i].unpack(values);
       add(sum, weights[i], values);
     }
   }

@@ -260,7 +260,7 @@ jax_hpc::decode_attention::Config with_ring(const Problem& p,
   const int slots = std::min(count(kibibytes), jax_hpc::decode_attention::kMostSlots);
   config.shared_bytes += (slots - config.slots) * slot;
   config.slots = slots;
-  config.long_slots = config.late_slots = std::min(slots, count(long_kibibytes));
+  config.long_slots = std::min(slots, count(long_kibibytes));
   return config;
 }
 

@@ -3,7 +3,7 @@
 //
 //   fused_moe check           routings, formats, sizes and tile boundaries
 //   fused_moe check small     a few of them, for the sanitizer's slower tools; `races` too
-//   fused_moe time [T ...]    the baselines' layers, by stage
+//   fused_moe time [tensor | block | bf16] [T ...]    the baselines' layers, by stage
 //
 // Built by `make kernel-tests`.
 #include <cuda_bf16.h>
@@ -16,6 +16,7 @@
 #include <iostream>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fused_moe/gemm.h"
@@ -50,7 +51,7 @@ struct Device {
         counts(num_counts(p) + kGuard),
         arrivals(num_arrivals(p) + kGuard),
         x(int64_t{p.tokens} * p.hidden + kGuard),
-        act(num_pairs(p) * p.inter + kGuard),
+        act(num_pairs(p) * p.inter * value_bytes(p.format) + kGuard),
         x_scale(int64_t{p.tokens} * blocks_of(p.hidden, kBlock) + kGuard),
         act_scale(num_pairs(p) * blocks_of(p.inter, kBlock) + kGuard),
         outputs(num_outputs(p) + kGuard),
@@ -119,7 +120,7 @@ std::string index_fault(const Setup& setup, const Config& config, const Truth& t
 }
 
 std::string x_fault(const Setup& setup, const Truth& truth, const Device& device) {
-  if (setup.x_is_fp8) return "";
+  if (!quantizes_x(setup.p.format, setup.x_is_fp8)) return "";
   const auto is_nan = [](uint8_t bits) { return (bits & 0x7f) == 0x7f; };
   const Bytes x = device.x.host();
   for (size_t i = 0; i < truth.x.values.size(); ++i) {
@@ -137,7 +138,8 @@ std::string x_fault(const Setup& setup, const Truth& truth, const Device& device
 
 std::string stage_fault(const Setup& setup, const Config& config, const Inputs& in,
                         const Device& device, Rounded* rounded) {
-  constexpr double kLeastCosine = 0.9995;  // of the whole, roundings to the other side and all
+  // Of the whole, roundings to the other side and all.
+  const double least_cosine = setup.p.format == Format::kBf16 ? 0.99999 : 0.9995;
   const int hidden = setup.p.hidden;
   const Truth truth = truth_of(setup, in);
   std::string fault = index_fault(setup, config, truth, device);
@@ -149,12 +151,12 @@ std::string stage_fault(const Setup& setup, const Config& config, const Inputs& 
   const Doubles act = act_of(setup, in, truth, quantized);
   fault = act_fault(setup, in, truth, quantized, act, rounded);
   const Sums outputs = outputs_of(setup, in, truth, act);
-  const Doubles got = widened(device.outputs.host(), outputs.value.size());
+  const Doubles got = widened_outputs(device.outputs.host(), setup.p.format, outputs.value.size());
   if (fault.empty()) fault = compare("outputs", got, outputs, hidden);
   const Doubles out = widened(device.out.host(), truth.out.size());
   const Sums sums = weighted_sums(setup, in, truth, outputs);
   if (fault.empty()) fault = compare("out", out, sums, hidden);
-  if (!fault.empty() || cosine(out, truth.out) >= kLeastCosine) return fault;
+  if (!fault.empty() || cosine(out, truth.out) >= least_cosine) return fault;
   return "cosine " + std::to_string(cosine(out, truth.out));
 }
 
@@ -217,37 +219,41 @@ std::vector<int> tile_boundaries(Problem p, int most) {
 
 std::vector<Setup> all_setups(bool small) {
   std::vector<Setup> setups;
-  const auto add = [&](Problem p, Routing routing) {
+  const auto add = [&](const Problem& p, Routing routing) {
     const auto number = static_cast<uint32_t>(setups.size());
-    const Format format = p.block_rows == 0 ? Format::kTensor : Format::kBlock;
-    p.format = format;
-    setups.push_back({p, routing, mix(number) % 4 == 0, mix(number + 7) % 3 == 0,
+    const bool x_is_fp8 = mix(number) % 4 == 0 && p.format != Format::kBf16;
+    setups.push_back({p, routing, x_is_fp8, mix(number + 7) % 3 == 0,
                       mix(number + 5) % 4 == 0 && p.tokens > 1, mix(number + 3) % 3 == 0,
                       number % 2 == 0 ? 0 : 9});
   };
-  const std::vector<int> formats = {0, 128, 64};
-  for (const int rows : formats) {
+  struct Kind {
+    Format format;
+    int block_rows;
+  };
+  const std::vector<Kind> kinds = {
+      {Format::kTensor, 0}, {Format::kBlock, 128}, {Format::kBlock, 64}, {Format::kBf16, 0}};
+  for (const auto& [format, rows] : kinds) {
     for (const int inter : {16, 48, 192, 256}) {
       for (const int hidden : {16, 144, 512}) {
-        add({3, 2, 5, hidden, inter, {}, rows}, Routing::kGarbage);
-        add({33, 3, 7, hidden, inter, {}, rows}, Routing::kUniform);
+        add({3, 2, 5, hidden, inter, format, rows}, Routing::kGarbage);
+        add({33, 3, 7, hidden, inter, format, rows}, Routing::kUniform);
       }
     }
     for (const Routing routing : {Routing::kUniform, Routing::kSkewed, Routing::kOneExpert,
                                   Routing::kNobody, Routing::kGarbage}) {
-      for (const int tokens : {1, 5, 70}) add({tokens, 8, 24, 256, 192, {}, rows}, routing);
-      add({150, 1, 3, 128, 64, {}, rows}, routing);
-      add({40, 16, 512, 128, 32, {}, rows}, routing);
+      for (const int tokens : {1, 5, 70}) add({tokens, 8, 24, 256, 192, format, rows}, routing);
+      add({150, 1, 3, 128, 64, format, rows}, routing);
+      add({40, 16, 512, 128, 32, format, rows}, routing);
     }
-    for (const int tokens : tile_boundaries({0, 2, 4, 128, 96, {}, rows}, 140)) {
-      add({tokens, 2, 4, 128, 96, {}, rows}, Routing::kUniform);
+    for (const int tokens : tile_boundaries({0, 2, 4, 128, 96, format, rows}, 140)) {
+      add({tokens, 2, 4, 128, 96, format, rows}, Routing::kUniform);
     }
-    add({2, 2, 3, 4096, 1536, {}, rows}, Routing::kUniform);
-    add({150, 1, 3, 144, 192, {}, rows}, Routing::kSkewed);  // tiles of the most rows
+    add({2, 2, 3, 4096, 1536, format, rows}, Routing::kUniform);
+    add({150, 1, 3, 144, 192, format, rows}, Routing::kSkewed);  // tiles of the most rows
     // Index by one CTA of many warps, and by several CTAs.
-    add({1024, 8, 40, 16, 16, {}, rows}, Routing::kGarbage);
-    add({1025, 8, 40, 32, 16, {}, rows}, Routing::kSkewed);
-    add({4000, 6, 512, 16, 16, {}, rows}, Routing::kGarbage);
+    add({1024, 8, 40, 16, 16, format, rows}, Routing::kGarbage);
+    add({1025, 8, 40, 32, 16, format, rows}, Routing::kSkewed);
+    add({4000, 6, 512, 16, 16, format, rows}, Routing::kGarbage);
   }
   if (!small) return setups;
   std::vector<Setup> few;
@@ -288,12 +294,24 @@ int main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
   if (command == "check") return check(argc > 2);
   if (command != "time") {
-    std::cerr << "usage: fused_moe check [small | races] | time [T ...]\n";
+    std::cerr << "usage: fused_moe check [small | races] | time [tensor | block | bf16] [T ...]\n";
     return 2;
   }
+  constexpr std::pair<const char*, Format> kFormats[] = {
+      {"tensor", Format::kTensor}, {"block", Format::kBlock}, {"bf16", Format::kBf16}};
   std::vector<int> tokens;
-  for (int i = 2; i < argc; ++i) tokens.push_back(std::atoi(argv[i]));
+  std::string only;
+  for (int i = 2; i < argc; ++i) {
+    const int count = std::atoi(argv[i]);
+    if (count > 0) {
+      tokens.push_back(count);
+    } else {
+      only = argv[i];
+    }
+  }
   if (tokens.empty()) tokens = {1, 4, 16, 64, 128};
-  time_layers(tokens);
+  for (const auto& [name, format] : kFormats) {
+    if (only.empty() || only == name) time_layers(format, tokens);
+  }
   return 0;
 }

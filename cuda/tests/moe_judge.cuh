@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -44,6 +45,15 @@ inline Doubles widened(const std::vector<__nv_bfloat16>& values, size_t size) {
   return wide;
 }
 
+// Outputs of experts as a kernel left them.
+inline Doubles widened_outputs(const std::vector<__nv_bfloat16>& values, Format format,
+                               size_t size) {
+  if (format != Format::kBf16) return widened(values, size);
+  Floats floats(size);
+  std::memcpy(floats.data(), values.data(), size * sizeof(float));
+  return {floats.begin(), floats.end()};
+}
+
 // The intermediate as a kernel left it.
 struct Act {
   const Bytes& values;
@@ -52,6 +62,7 @@ struct Act {
   double scale(const Setup& setup, const Inputs& in, const Truth& truth, size_t place) const {
     const Problem& p = setup.p;
     const size_t row = place / p.inter;
+    if (p.format == Format::kBf16) return 1;
     if (p.format == Format::kTensor) return in.act_scale[truth.row_expert[row]];
     return scales[row * blocks_of(p.inter, kBlock) + place % p.inter / kBlock];
   }
@@ -68,7 +79,7 @@ inline double half_step(double magnitude, double scale) {
 // The dynamic scales: those of the largest magnitudes, within what these may be off.
 inline std::string act_scale_fault(const Setup& setup, const Truth& truth, const Act& act) {
   const Problem& p = setup.p;
-  if (p.format == Format::kTensor) return "";
+  if (p.format != Format::kBlock) return "";
   constexpr double kMost = 448;
   size_t place = 0;
   for (size_t row = 0; row < truth.row_expert.size(); ++row) {
@@ -107,6 +118,12 @@ inline std::string act_fault(const Setup& setup, const Inputs& in, const Truth& 
   const std::string fault = act_scale_fault(setup, truth, quantized);
   if (!fault.empty()) return fault;
   Sums want = truth.activation;
+  if (setup.p.format == Format::kBf16) {
+    for (size_t i = 0; i < act.size(); ++i) {
+      want.error[i] += (kHalfBf16 + 1e-6) * (std::abs(want.value[i]) + want.error[i]);
+    }
+    return compare("act", act, want, setup.p.inter);
+  }
   for (size_t i = 0; i < act.size(); ++i) {
     const double scale = quantized.scale(setup, in, truth, i);
     double& value = want.value[i];
@@ -124,8 +141,11 @@ inline std::string act_fault(const Setup& setup, const Inputs& in, const Truth& 
 inline Doubles act_of(const Setup& setup, const Inputs& in, const Truth& truth,
                       const Act& quantized) {
   Doubles act(truth.act.size());
+  const bool is_bf16 = setup.p.format == Format::kBf16;
   for (size_t i = 0; i < act.size(); ++i) {
-    act[i] = double{from_fp8(quantized.values[i])} * quantized.scale(setup, in, truth, i);
+    const float value =
+        is_bf16 ? bf16_at(quantized.values.data(), i) : from_fp8(quantized.values[i]);
+    act[i] = double{value} * quantized.scale(setup, in, truth, i);
   }
   return act;
 }

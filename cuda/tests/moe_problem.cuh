@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <numeric>
 #include <vector>
 
@@ -51,6 +52,12 @@ inline float from_fp8(uint8_t bits) {
 }
 inline __nv_bfloat16 to_bf16(float value) { return __float2bfloat16(value); }
 inline float from_bf16(__nv_bfloat16 value) { return __bfloat162float(value); }
+// Of an array of bytes.
+inline float bf16_at(const uint8_t* values, size_t place) {
+  __nv_bfloat16 value;
+  std::memcpy(&value, values + place * sizeof(value), sizeof(value));
+  return from_bf16(value);
+}
 
 // What each e4m3 byte stands for.
 struct Values {
@@ -63,7 +70,7 @@ struct Values {
 
 struct Inputs {
   std::vector<__nv_bfloat16> x, shared;
-  Bytes x_fp8, gate_up, down;
+  Bytes x_fp8, gate_up, down;  // weights in e4m3 or bf16
   Floats x_scale, topk_weights, identity;
   std::vector<int> ids;
   Floats input_scale, gate_scale, up_scale, down_scale, act_scale, gate_up_blocks, down_blocks;
@@ -92,6 +99,19 @@ inline Bytes normal_fp8(size_t size, uint32_t seed) {
     values[i] = table[mix(static_cast<uint32_t>(i) + start) >> (32 - kLog2)];
   }
   return values;
+}
+
+// The same values in bf16, times the scale of their matrix, of which an expert has one after the
+// other from each array.
+inline Bytes scaled_to_bf16(const Bytes& values, size_t matrix, const std::vector<Floats>& scales) {
+  Bytes scaled(values.size() * sizeof(__nv_bfloat16));
+  for (size_t i = 0; i < values.size(); ++i) {
+    const size_t number = i / matrix;
+    const float scale = scales[number % scales.size()][number / scales.size()];
+    const __nv_bfloat16 value = to_bf16(from_fp8(values[i]) * scale);
+    std::memcpy(scaled.data() + i * sizeof(value), &value, sizeof(value));
+  }
+  return scaled;
 }
 
 inline int id_of(const Setup& setup, int64_t pair, uint32_t seed) {
@@ -158,6 +178,11 @@ inline Inputs make_inputs(const Setup& setup, uint32_t seed) {
                         (p.block_rows > 0 ? blocks_of(p.inter, p.block_rows) : 0);
   in.gate_up_blocks = uniform(2 * blocks, of_hidden, 2 * of_hidden, seed + 13);
   in.down_blocks = uniform(blocks, of_inter, 2 * of_inter, seed + 14);
+  if (p.format == Format::kBf16) {
+    const size_t size = size_t(p.hidden) * p.inter;
+    in.gate_up = scaled_to_bf16(in.gate_up, size, {in.gate_scale, in.up_scale});
+    in.down = scaled_to_bf16(in.down, size, {in.down_scale});
+  }
   return in;
 }
 
@@ -186,18 +211,22 @@ inline void quantize_row(const float* values, int size, const float* given_scale
   }
 }
 
-// A sum of e4m3 products, and how far the tensor cores' may be from it. Of the 32 terms that they
-// add at once and the sum so far, each loses what lies 13 bits behind the first bit of the largest:
-// up to 2^-13 of that, 1 / sqrt(3) of it in the mean square. A sum so far has at most the 96 terms
-// of three such steps, so the largest terms' squares of all steps add up to four times all terms'
-// squares at most, but for the chance of signs. Six deviations of 33 losses a step are
-// 6 * sqrt(33 / 3 * 4) * 2^-13 times the root of the terms' squares. What float32 and fast
-// exponentials lose is below a hundredth of that.
+// A sum of products, and how far the tensor cores' may be from it. Of the 32 terms of e4m3 that
+// they add at once and the sum so far, each loses what lies 13 bits behind the first bit of the
+// largest: up to 2^-13 of that, 1 / sqrt(3) of it in the mean square. A sum so far has at most the
+// 96 terms of three such steps, so the largest terms' squares of all steps add up to four times all
+// terms' squares at most, but for the chance of signs. Six deviations of 33 losses a step are 6 *
+// sqrt(33 / 3 * 4) * 2^-13 times the root of the terms' squares. What float32 and fast exponentials
+// lose is below a hundredth of that. Of bf16 each step of 16 terms loses at most 17 times 2^-23 of
+// the sum so far, and of 4096 terms the 256 steps at most that share of it: 5e-4, were all of one
+// sign. A fifth of it is sixteen times what the losses' deviations add up to.
 struct Sum {
   double value = 0;
   double squares = 0;
 
-  double error() const { return 0.005 * std::sqrt(squares); }
+  double error(Format format) const {
+    return (format == Format::kBf16 ? 1e-4 : 0.005) * std::sqrt(squares);
+  }
 };
 
 // Values with the errors that are allowed for them.
@@ -228,15 +257,19 @@ inline void sort_pairs(const Setup& setup, const Inputs& in, Truth* truth) {
 }
 
 // Weight [rows, columns] of an expert: one scale, or one of each block_rows x 128, or 128 x
-// block_rows where the columns are those of inter.
+// block_rows where the columns are those of inter; or none.
 struct Matrix {
   const uint8_t* values;
-  const float* scales;
+  const float* scales;  // null: bf16, without scales
   int columns;
   int row_block;  // 0: one scale
   int column_block;
 
+  double value(size_t place, const float* table) const {
+    return scales == nullptr ? bf16_at(values, place) : table[values[place]];
+  }
   double scale(int row, int first_column) const {
+    if (scales == nullptr) return 1;
     if (row_block == 0) return *scales;
     return scales[row / row_block * blocks_of(columns, column_block) + first_column / column_block];
   }
@@ -249,9 +282,9 @@ inline Sum product(const Matrix& m, int row, const double* x, const float* table
   for (int first = 0; first < m.columns; first += kStep) {
     double part = 0;
     double squares = 0;
-    const uint8_t* from = m.values + size_t(row) * m.columns + first;
+    const size_t place = size_t(row) * m.columns + first;
     for (int i = 0; i < kStep; ++i) {
-      const double term = double{table[from[i]]} * x[first + i];
+      const double term = m.value(place + i, table) * x[first + i];
       part += term;
       squares += term * term;
     }
@@ -263,44 +296,63 @@ inline Sum product(const Matrix& m, int row, const double* x, const float* table
 }
 
 // SiLU(gate) * up, and by how much it moves where gate and up do.
-inline void push_activation(const Sum& gate, const Sum& up, Sums* to) {
+inline void push_activation(const Sum& gate, const Sum& up, Format format, Sums* to) {
+  const double gate_error = gate.error(format);
+  const double up_error = up.error(format);
   const double sigmoid = 1 / (1 + std::exp(-gate.value));
   const double silu = gate.value * sigmoid;
   const double slope = sigmoid * (1 + gate.value * (1 - sigmoid));
   to->value.push_back(silu * up.value);
   // The slope changes by at most half of what gate moves.
-  const double silu_error = (std::abs(slope) + gate.error() / 2) * gate.error();
-  to->error.push_back(silu_error * (std::abs(up.value) + up.error()) + std::abs(silu) * up.error());
+  const double silu_error = (std::abs(slope) + gate_error / 2) * gate_error;
+  to->error.push_back(silu_error * (std::abs(up.value) + up_error) + std::abs(silu) * up_error);
+}
+
+// A token's x as the products take it.
+inline Doubles x_of(const Setup& setup, const Inputs& in, const Truth& truth, const float* table,
+                    int token) {
+  const Problem& p = setup.p;
+  const int groups = blocks_of(p.hidden, kBlock);
+  Doubles x(p.hidden);
+  for (int i = 0; i < p.hidden; ++i) {
+    const size_t place = size_t(token) * p.hidden + i;
+    x[i] = p.format == Format::kBf16 ? from_bf16(in.x[place])
+                                     : double{table[truth.x.values[place]]} *
+                                           truth.x.scale[size_t(token) * groups + i / kBlock];
+  }
+  return x;
 }
 
 inline void multiply_row(const Setup& setup, const Inputs& in, const float* table, int row,
                          Truth* truth) {
   const Problem& p = setup.p;
   const bool is_block = p.format == Format::kBlock;
-  const int token = truth->row_token[row];
+  const bool is_bf16 = p.format == Format::kBf16;
   const size_t expert = truth->row_expert[row];
   const int groups = blocks_of(p.hidden, kBlock);
-  Doubles x(p.hidden);
-  for (int i = 0; i < p.hidden; ++i) {
-    x[i] = double{table[truth->x.values[size_t(token) * p.hidden + i]]} *
-           truth->x.scale[size_t(token) * groups + i / kBlock];
-  }
+  const Doubles x = x_of(setup, in, *truth, table, truth->row_token[row]);
   const size_t size = size_t(p.inter) * p.hidden;
+  const size_t bytes = size * value_bytes(p.format);
   const int row_block = is_block ? p.block_rows : 0;
   const size_t blocks = is_block ? size_t(blocks_of(p.inter, p.block_rows)) * groups : 0;
   const float* scales = in.gate_up_blocks.data() + expert * 2 * blocks;
-  const uint8_t* values = in.gate_up.data() + expert * 2 * size;
-  const Matrix gate{values, is_block ? scales : &in.gate_scale[expert], p.hidden, row_block,
-                    kBlock};
-  const Matrix up{values + size, is_block ? scales + blocks : &in.up_scale[expert], p.hidden,
+  const uint8_t* values = in.gate_up.data() + expert * 2 * bytes;
+  const Matrix gate{values, is_bf16 ? nullptr : (is_block ? scales : &in.gate_scale[expert]),
+                    p.hidden, row_block, kBlock};
+  const Matrix up{values + bytes,
+                  is_bf16 ? nullptr : (is_block ? scales + blocks : &in.up_scale[expert]), p.hidden,
                   row_block, kBlock};
   const size_t first = truth->activation.value.size();
   for (int i = 0; i < p.inter; ++i) {
-    push_activation(product(gate, i, x.data(), table), product(up, i, x.data(), table),
+    push_activation(product(gate, i, x.data(), table), product(up, i, x.data(), table), p.format,
                     &truth->activation);
   }
   const Floats activation(truth->activation.value.begin() + static_cast<std::ptrdiff_t>(first),
                           truth->activation.value.end());
+  if (is_bf16) {
+    for (const float value : activation) truth->act.push_back(from_bf16(to_bf16(value)));
+    return;
+  }
   Quantized act;
   quantize_row(activation.data(), p.inter, is_block ? nullptr : &in.act_scale[expert], &act);
   for (int i = 0; i < p.inter; ++i) {
@@ -313,20 +365,22 @@ inline Sums outputs_of(const Setup& setup, const Inputs& in, const Truth& truth,
                        const Doubles& act) {
   const Problem& p = setup.p;
   const bool is_block = p.format == Format::kBlock;
-  const size_t size = size_t(p.inter) * p.hidden;
+  const size_t bytes = size_t(p.inter) * p.hidden * value_bytes(p.format);
   const size_t blocks =
       is_block ? size_t(blocks_of(p.inter, p.block_rows)) * blocks_of(p.hidden, kBlock) : 0;
   const Values values;
   Sums outputs;
   for (size_t row = 0; row < truth.row_expert.size(); ++row) {
     const size_t expert = truth.row_expert[row];
-    const Matrix down{in.down.data() + expert * size,
-                      is_block ? in.down_blocks.data() + expert * blocks : &in.down_scale[expert],
+    const float* scales =
+        is_block ? in.down_blocks.data() + expert * blocks : &in.down_scale[expert];
+    const Matrix down{in.down.data() + expert * bytes, p.format == Format::kBf16 ? nullptr : scales,
                       p.inter, is_block ? kBlock : 0, is_block ? p.block_rows : 1};
     for (int i = 0; i < p.hidden; ++i) {
       const Sum sum = product(down, i, act.data() + row * p.inter, values.of);
       outputs.value.push_back(sum.value);
-      outputs.error.push_back(sum.error() + kHalfBf16 * std::abs(sum.value));
+      const double half_step = p.format == Format::kBf16 ? 0x1p-24 : kHalfBf16;
+      outputs.error.push_back(sum.error(p.format) + half_step * std::abs(sum.value));
     }
   }
   return outputs;
@@ -367,7 +421,7 @@ inline Truth truth_of(const Setup& setup, const Inputs& in) {
   sort_pairs(setup, in, &truth);
   if (setup.x_is_fp8) {
     truth.x = {in.x_fp8, is_block ? in.x_scale : Floats(in.x_scale.size(), in.input_scale[0])};
-  } else {
+  } else if (p.format != Format::kBf16) {
     Floats row(p.hidden);
     for (int token = 0; token < p.tokens; ++token) {
       for (int i = 0; i < p.hidden; ++i) row[i] = from_bf16(in.x[size_t(token) * p.hidden + i]);

@@ -1,6 +1,8 @@
 // Times of a layer of experts by stage, on cold weights.
 #pragma once
 
+#include <cuda_bf16.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <iostream>
@@ -25,6 +27,16 @@ static __global__ void fill_weights(uint8_t* values, size_t size, uint32_t seed)
   }
 }
 
+// bf16 of the same magnitudes.
+static __global__ void fill_bf16_weights(__nv_bfloat16* values, size_t size, uint32_t seed) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
+       i += size_t{gridDim.x} * blockDim.x) {
+    const uint32_t random = mix(static_cast<uint32_t>(i) + mix(seed));
+    const auto bits = (random & 0x807f) | ((123 + (random >> 16) % 4) << 7);
+    values[i] = __ushort_as_bfloat16(static_cast<uint16_t>(bits));
+  }
+}
+
 struct Layer {
   const char* name;
   fused_moe::Problem p;
@@ -39,7 +51,7 @@ class LayerTiming {
         config_(fused_moe::choose(p, sms)),
         x_(kCalls * size_t(p.tokens) * p.hidden),
         quantized_(size_t(p.tokens) * p.hidden),
-        act_(num_pairs(p) * p.inter),
+        act_(num_pairs(p) * p.inter * value_bytes(p.format)),
         outputs_(fused_moe::num_outputs(p)),
         out_(size_t(p.tokens) * p.hidden),
         scales_(std::vector<float>(scale_count(), 1e-3f)),
@@ -53,8 +65,14 @@ class LayerTiming {
         topk_weights_(std::vector<float>(num_pairs(p), 0.125f)) {
     fill_normal<<<256, 256>>>(x_.data(), x_.size(), 1, false);
     for (int set = 0; set < kSets; ++set) {
-      weights_.push_back(std::make_unique<DeviceArray<uint8_t>>(3 * matrix()));
-      fill_weights<<<1024, 256>>>(weights_.back()->data(), 3 * matrix(), 7u + set);
+      weights_.push_back(std::make_unique<DeviceArray<uint8_t>>(3 * matrix_bytes()));
+      uint8_t* weights = weights_.back()->data();
+      if (p.format == fused_moe::Format::kBf16) {
+        fill_bf16_weights<<<1024, 256>>>(reinterpret_cast<__nv_bfloat16*>(weights), 3 * matrix(),
+                                         7u + set);
+      } else {
+        fill_weights<<<1024, 256>>>(weights, 3 * matrix(), 7u + set);
+      }
     }
     require(cudaDeviceSynchronize(), "filling");
   }
@@ -67,8 +85,10 @@ class LayerTiming {
       const fused_moe::Index index{w.tiles, w.header, w.row_token, a.topk_ids, a.expert_offset};
       cudaError_t status = launch_prepare(p_, config_, a, overlaps, stream);
       if (status == cudaSuccess && stages > 1) {
-        status = launch_gate_up(p_, config_, index, {w.x, w.x_scale}, a.weights, w.rows, overlaps,
-                                sms_, stream);
+        const fused_moe::TokenRows x = fused_moe::quantizes_x(p_.format, false)
+                                           ? fused_moe::TokenRows{w.x, w.x_scale}
+                                           : fused_moe::TokenRows{a.x, nullptr};
+        status = launch_gate_up(p_, config_, index, x, a.weights, w.rows, overlaps, sms_, stream);
       }
       if (status == cudaSuccess && stages > 2) {
         status = launch_down(p_, config_, index, a.weights, w.rows, overlaps, sms_, stream);
@@ -79,13 +99,17 @@ class LayerTiming {
   }
   const fused_moe::Config& config() const { return config_; }
   // Weights of the experts that a call meets, once, on average.
-  double bytes() const { return active_ * 3.0 * p_.hidden * p_.inter; }
+  double bytes() const {
+    return active_ * 3.0 * p_.hidden * p_.inter * fused_moe::value_bytes(p_.format);
+  }
+  double flops() const { return 6.0 * num_pairs(p_) * p_.hidden * p_.inter; }
 
  private:
   static constexpr int kCalls = 24;
   static constexpr int kSets = 3;
 
   size_t matrix() const { return size_t(p_.experts) * p_.hidden * p_.inter; }
+  size_t matrix_bytes() const { return matrix() * fused_moe::value_bytes(p_.format); }
   size_t scale_count() const {
     const size_t blocks = matrix() / (64 * 128) + 2 * p_.experts;
     return 4 * blocks + 64;
@@ -122,8 +146,8 @@ class LayerTiming {
     a.topk_weights = topk_weights_.data();
     a.expert_offset = offset_.data();
     a.out = out_.data();
-    a.weights = {weights, weights + 2 * matrix(), scale, scale, scale, scale, scale, scale, scale,
-                 1};
+    a.weights = {
+        weights, weights + 2 * matrix_bytes(), scale, scale, scale, scale, scale, scale, scale, 1};
     a.workspace = {index_.data(),
                    reinterpret_cast<fused_moe::Tile*>(index_.data() + 8),
                    rows,
@@ -153,23 +177,28 @@ inline void time_layer(const Layer& layer) {
   int sms = 0;
   require(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0), "device");
   LayerTiming timing(layer.p, sms);
-  std::cout << layer.name << (layer.p.format == fused_moe::Format::kBlock ? " block" : " tensor")
-            << " T=" << layer.p.tokens << ", " << timing.config() << ": floor "
-            << timing.bytes() / 4.3e6 << ", up to";
+  constexpr const char* kFormats[] = {" tensor", " block", " bf16"};
+  std::cout << layer.name << kFormats[static_cast<int>(layer.p.format)] << " T=" << layer.p.tokens
+            << ", " << timing.config() << ": floor " << timing.bytes() / 4.3e6 << ", up to";
   constexpr const char* kStages[] = {" prepare ", ", gate-up ", ", down ", ", all "};
+  double all = 0;
   for (int stages = 1; stages <= 4; ++stages) {
-    std::cout << kStages[stages - 1] << timing.microseconds(stages, true);
+    all = timing.microseconds(stages, true);
+    std::cout << kStages[stages - 1] << all;
   }
-  std::cout << " us; without overlap " << timing.microseconds(4, false) << " us" << std::endl;
+  std::cout << " us, " << timing.flops() / all / 1e6 << " TFLOP/s; without overlap "
+            << timing.microseconds(4, false) << " us" << std::endl;
 }
 
-inline void time_layers(const std::vector<int>& tokens) {
+inline void time_layers(fused_moe::Format format, const std::vector<int>& tokens) {
   using fused_moe::Format;
+  const bool is_block = format == Format::kBlock;
   for (const int count : tokens) {
-    time_layer({"hy3-tp8", {count, 8, 192, 4096, 192, Format::kTensor, 0}});
-    time_layer({"hy3-tp8", {count, 8, 192, 4096, 192, Format::kBlock, 64}});
-    time_layer({"hy3-ep8", {count, 8, 24, 4096, 1536, Format::kTensor, 0}});
-    time_layer({"hy3-ep8", {count, 8, 24, 4096, 1536, Format::kBlock, 128}});
+    time_layer({"hy3-tp8", {count, 8, 192, 4096, 192, format, is_block ? 64 : 0}});
+    time_layer({"hy3-ep8", {count, 8, 24, 4096, 1536, format, is_block ? 128 : 0}});
+    if (format != Format::kBf16) continue;
+    time_layer({"qwen3-tp8", {count, 8, 128, 4096, 192, format, 0}});
+    time_layer({"qwen3-ep8", {count, 8, 16, 4096, 1536, format, 0}});
   }
 }
 

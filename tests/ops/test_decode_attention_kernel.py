@@ -131,7 +131,6 @@ def test_no_kernel_says_why(args: Any, words: str) -> None:
         jax.eval_shape(call, *args)
 
 
-@pytest.mark.filterwarnings("ignore::jax_hpc.types.FallbackWarning")  # experts have no kernel yet
 @pytest.mark.parametrize("cache_dtype", [BF16, E4M3], ids=["bf16", "fp8"])
 def test_a_decode_step_makes_one_schedule_for_all_layers(cache_dtype: Any) -> None:
     """In the loop's body, once each: the schedule, and an attention on it for every layer."""

@@ -49,10 +49,14 @@ def block_experts(block_rows: int) -> Fp8BlockExperts:
     )
 
 
-DENSE = DenseExperts(
-    shape(E, 2, INTER, H, dtype=BF16),
-    shape(E, H, INTER, dtype=BF16),
-)
+def dense_experts(dtype: Any) -> DenseExperts:
+    return DenseExperts(
+        shape(E, 2, INTER, H, dtype=dtype),
+        shape(E, H, INTER, dtype=dtype),
+    )
+
+
+DENSE = dense_experts(BF16)
 
 
 def arguments(tokens: int = T, top_k: int = K, hidden: int = H, **changes: Any) -> dict[str, Any]:
@@ -89,8 +93,10 @@ def result_types(text: str) -> list[str]:
     return re.findall(r"tensor<(\w+)>", text.split("->")[-1])
 
 
-@pytest.mark.parametrize("experts", [tensor_experts(), block_experts(128), block_experts(64)])
-def test_fp8_experts_take_the_kernels(experts: Any) -> None:
+@pytest.mark.parametrize(
+    "experts", [DENSE, tensor_experts(), block_experts(128), block_experts(64)]
+)
+def test_experts_take_the_kernels(experts: Any) -> None:
     args = arguments(experts=experts)
     for implementation, is_kernel in (("auto", True), ("cuda", True), ("xla", False)):
         assert ("fused_moe.v1" in lower(args, implementation)) == is_kernel
@@ -99,10 +105,13 @@ def test_fp8_experts_take_the_kernels(experts: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"experts": DENSE}, "must be Fp8TensorExperts or Fp8BlockExperts, got DenseExperts"),
+        (
+            {"experts": dense_experts(F32), "x": shape(T, H)},
+            "x and DenseExperts must be bfloat16, got float32",
+        ),
         ({"x": shape(T, H)}, "x must be bfloat16 or float8_e4m3fn, got float32"),
     ],
-    ids=["dense", "float32"],
+    ids=["dense", "fp8"],
 )
 def test_auto_says_once_that_there_is_no_kernel(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
@@ -130,6 +139,23 @@ def test_per_tensor_call() -> None:
     assert result_types(text) == [
         *("5x144xbf16", "4xi32", "28xi32", "15xi32", "15xi32"),
         *("5x144xf8E4M3FN", "15x208xf8E4M3FN", "15x144xbf16"),
+    ]
+
+
+def test_bf16_call() -> None:
+    """No scales, nothing that is quantised; an intermediate in bf16, and outputs in float32."""
+    args = arguments(experts=DENSE, shared_output=shape(T, H, dtype=BF16))
+    text = lower(args)
+    assert text.count("@jax_hpc.fused_moe.v1") == 1
+    given = attributes(text)
+    assert (given["block_rows"], given["pdl"]) == ("0", "true")
+    assert (given["has_x_scale"], given["has_shared_output"]) == ("false", "true")
+    assert operand_types(text) == [
+        *("5x144xbf16", "5x3xi32", "5x3xf32", "6x2x208x144xbf16", "6x144x208xbf16"),
+        *("i32", "5x144xbf16"),
+    ]
+    assert result_types(text) == [
+        *("5x144xbf16", "4xi32", "28xi32", "15xi32", "15xi32", "15x208xbf16", "15x288xbf16"),
     ]
 
 
@@ -185,7 +211,10 @@ def test_the_offset_is_an_operand() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (arguments(experts=DENSE), "must be Fp8TensorExperts or Fp8BlockExperts, got Dense"),
+        (
+            arguments(experts=dense_experts(F32), x=shape(T, H)),
+            "x and DenseExperts must be bfloat16, got float32",
+        ),
         (arguments(x=shape(T, H)), "x must be bfloat16 or float8_e4m3fn, got float32"),
         (arguments(hidden=72), "H must be a multiple of 16, got 72"),
         (arguments(experts=tensor_experts(513)), "E must be at most 512, got 513"),

@@ -147,7 +147,6 @@ def test_no_kernel_says_why(change: dict[str, Any], words: str) -> None:
         jax.eval_shape(call, **arguments(**change))
 
 
-@pytest.mark.filterwarnings("ignore::jax_hpc.types.FallbackWarning")  # experts have no kernel yet
 @pytest.mark.parametrize("cache_dtype", [jnp.bfloat16, E4M3], ids=["bf16", "fp8"])
 def test_a_decode_step_calls_it_once_a_layer(cache_dtype: Any) -> None:
     """Straight from the projection to pages written in place."""

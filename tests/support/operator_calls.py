@@ -217,16 +217,19 @@ def _fused_moe(rng: np.random.Generator) -> Call:
     return Call("fused_moe", run, _array(rng, 8, 32), rest, rows, (rows, rows, P()), rows)
 
 
-def _fp8_moe(rng: np.random.Generator, launches: int = 4, **sizes: Any) -> Call:
-    """In fp8: per tensor, or by blocks of ``block_rows``."""
-    experts, tokens = 4, sizes.get("tokens", 8)
-    dense = jax_hpc.DenseExperts(_array(rng, experts, 2, 48, 64), _array(rng, experts, 64, 48))
-    if "block_rows" in sizes:
-        quantised = quantize_experts_blockwise(dense, block_rows=sizes["block_rows"])
+def _moe_kernel(rng: np.random.Generator, launches: int = 4, **sizes: Any) -> Call:
+    """In fp8 per tensor, or by blocks of ``block_rows``; or in bf16."""
+    num_experts, tokens = 4, sizes.get("tokens", 8)
+    weights = _array(rng, num_experts, 2, 48, 64), _array(rng, num_experts, 64, 48)
+    experts: Any = jax_hpc.DenseExperts(*weights)
+    if sizes.get("is_bf16"):
+        experts = jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), experts)
+    elif "block_rows" in sizes:
+        experts = quantize_experts_blockwise(experts, block_rows=sizes["block_rows"])
     else:
-        quantised = quantize_experts_per_tensor(dense, input_scale=0.01, act_scale=0.5)
-    ids = _integers(rng.integers(-1, experts + 1, (tokens, 2)))
-    rest = (ids, jnp.abs(_array(rng, tokens, 2)), quantised)
+        experts = quantize_experts_per_tensor(experts, input_scale=0.01, act_scale=0.5)
+    ids = _integers(rng.integers(-1, num_experts + 1, (tokens, 2)))
+    rest = (ids, jnp.abs(_array(rng, tokens, 2)), experts)
     call = _fused_moe(rng)
     x = _array(rng, tokens, 64, dtype=jnp.bfloat16)
     return dataclasses.replace(call, x=x, rest=rest, launches=launches)
@@ -267,10 +270,11 @@ _PATHS = {
         "uncut": functools.partial(_decode_attention_kernel, launches=1, num_splits=1),
     },
     "fused_moe": {
-        "per tensor": _fp8_moe,
-        "blocks": functools.partial(_fp8_moe, block_rows=128),
-        "blocks of 64 rows": functools.partial(_fp8_moe, block_rows=64),
-        "many pairs": functools.partial(_fp8_moe, launches=5, tokens=4098),
+        "bf16": functools.partial(_moe_kernel, is_bf16=True),
+        "per tensor": _moe_kernel,
+        "blocks": functools.partial(_moe_kernel, block_rows=128),
+        "blocks of 64 rows": functools.partial(_moe_kernel, block_rows=64),
+        "many pairs": functools.partial(_moe_kernel, launches=5, tokens=4098),
     },
     "prefill_attention": {
         "bf16": functools.partial(_prefill_attention, dim=64, dtype=jnp.bfloat16),

@@ -11,7 +11,7 @@ from jax_hpc._primitive import Fold, Kernel, Operator
 from jax_hpc.fp8 import BLOCK, E4M3
 from jax_hpc.ops.fused_moe import heuristics, reference, xla
 from jax_hpc.ops.fused_moe.signature import Operands, Params, shape_rule
-from jax_hpc.ops.fused_moe.weights import DenseExperts, Fp8BlockExperts
+from jax_hpc.ops.fused_moe.weights import DenseExperts, Fp8BlockExperts, Fp8TensorExperts
 
 _ALIGNED = 16
 """Values of a row that the kernels move at once."""
@@ -20,16 +20,20 @@ _MOST_TOP_K = 128
 _MOST_PAIRS = 2**24
 _MOST_GROUPS = 2**30
 """Groups of 128 columns in x: counted in 32-bit integers."""
-_TENSOR_SCALES = ("gate_scale", "up_scale", "down_scale", "input_scale", "act_scale")
-_BLOCK_SCALES = ("gate_up_scale", "down_scale")
+_SCALES: Mapping[type, tuple[str, ...]] = {
+    DenseExperts: (),
+    Fp8TensorExperts: ("gate_scale", "up_scale", "down_scale", "input_scale", "act_scale"),
+    Fp8BlockExperts: ("gate_up_scale", "down_scale"),
+}
+"""Of each kind of experts, in the order in which the handler takes them."""
 _OPTIONAL = ("x_scale", "shared_output", "identity_weight")
 """Operands that may be absent, in the order in which the handler takes them: after the others."""
 
 
 def _unsupported(operands: Operands, params: Params) -> str | None:
     del params
-    if isinstance(operands.experts, DenseExperts):
-        return "the experts must be Fp8TensorExperts or Fp8BlockExperts, got DenseExperts"
+    if isinstance(operands.experts, DenseExperts) and operands.x.dtype != jnp.bfloat16:
+        return f"x and DenseExperts must be bfloat16, got {operands.x.dtype.name}"
     if operands.x.dtype not in (jnp.bfloat16, E4M3):
         return f"x must be bfloat16 or float8_e4m3fn, got {operands.x.dtype.name}"
     (tokens, hidden), top_k = operands.x.shape, operands.topk_ids.shape[1]
@@ -55,11 +59,14 @@ def _is_block(operands: Operands) -> bool:
     return isinstance(operands.experts, Fp8BlockExperts)
 
 
+def _quantizes_x(operands: Operands) -> bool:
+    return not isinstance(operands.experts, DenseExperts) and operands.x.dtype != E4M3
+
+
 def _inputs(operands: Operands) -> Sequence[Any]:
     o, experts = operands, operands.experts
     required = [o.x, o.topk_ids, o.topk_weights, experts.gate_up, experts.down, o.expert_offset]
-    names = _BLOCK_SCALES if _is_block(operands) else _TENSOR_SCALES
-    scales = [getattr(experts, name) for name in names]
+    scales = [getattr(experts, name) for name in _SCALES[type(experts)]]
     optional = [getattr(o, name) for name in _OPTIONAL]
     return [*required, *scales, *(value for value in optional if value is not None)]
 
@@ -84,11 +91,14 @@ def _workspaces(operands: Operands, params: Params) -> Sequence[jax.ShapeDtypeSt
     counts = heuristics.num_counts(pairs, num_experts)
     if counts > 0:
         spaces.append(array((counts,), jnp.uint32))
-    if operands.x.dtype != E4M3:
+    if _quantizes_x(operands):
         spaces.append(array((tokens, hidden), E4M3))
         if is_block:
             spaces.append(array((tokens, _groups(hidden)), jnp.float32))
-    spaces.append(array((pairs, inter), E4M3))
+    spaces.append(array((pairs, inter), operands.experts.down.dtype))
+    if isinstance(operands.experts, DenseExperts):
+        # Of each row float32.
+        return [*spaces, array((pairs, 2 * hidden), jnp.bfloat16)]
     if not is_block:
         return [*spaces, array((pairs, hidden), jnp.bfloat16)]
     groups = _groups(inter)

@@ -1,4 +1,4 @@
-"""XLA's best form of router_gemm: one float32 product at full precision."""
+"""XLA's best form of router_gemm: a float32 product at full precision; a sum for one token."""
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +9,17 @@ from jax_hpc.ops.router_gemm.weights import RESIDUAL_SCALE, SplitWeight
 
 def router_gemm(operands: Operands, params: Params) -> Results:
     del params
+    x = operands.x.astype(jnp.float32)
     weight = _full_weight(operands.weight)
-    return Results(
-        # HIGHEST, or the GPU multiplies in TF32 with errors near 1e-3.
-        jnp.einsum(
-            "th,eh->te",
-            operands.x.astype(jnp.float32),
-            weight,
-            precision=jax.lax.Precision.HIGHEST,
-        )
-    )
+    if x.shape[0] == 1 and operands.weight.full is None:
+        # Of a product XLA makes one of several kernels, from one compilation to the next: 2.85 or
+        # 3.67 us for 384 experts of 3072. Of a sum it makes always the same one: one H200, us,
+        # product and sum in one process, with H, E = 4096, 192: 3.04, 2.71; 4096, 128: 2.51, 2.68;
+        # 6144, 768: 6.28, 6.23; 3072, 384: 2.91, 2.94.
+        return Results(jnp.sum(weight * x, axis=-1)[None])
+    # HIGHEST, or the GPU multiplies in TF32 with errors near 1e-3.
+    highest = jax.lax.Precision.HIGHEST
+    return Results(jnp.einsum("th,eh->te", x, weight, precision=highest))
 
 
 def _full_weight(weight: SplitWeight) -> jax.Array:
