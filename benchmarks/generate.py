@@ -35,11 +35,11 @@ from jax_hpc.step import StepInputs
 from jax_hpc.types import Implementations
 
 FORMS = {
-    "xla": Implementations(attention="xla", moe="xla", router="xla"),
-    "moe": Implementations(attention="xla"),
+    "xla": Implementations(attention="xla", moe="xla", router="xla", norm="xla"),
+    "moe": Implementations(attention="xla", norm="xla"),
     "auto": Implementations(),
 }
-"""All of XLA's forms; our experts and router with XLA's attention; everything ours."""
+"""All of XLA's forms; our experts and router among XLA's others; everything ours."""
 KV_DTYPES = {"bf16": jnp.bfloat16, "fp8": fp8.E4M3}
 OP = "generate"
 OPERATORS = (
@@ -48,6 +48,7 @@ OPERATORS = (
     "fused_moe",
     "prefill_attention",
     "qk_norm_rope_append",
+    "rms_norm",
     "route_topk",
     "router_gemm",
     "router_topk",
@@ -58,7 +59,10 @@ CONTEXT = 64
 
 def use(model: Decoder, forms: Implementations) -> None:
     """Let all layers take these forms; the weights stay."""
+    model.norm.implementation = forms.norm
     for layer in model.layers:
+        layer.input_layernorm.implementation = forms.norm
+        layer.post_attention_layernorm.implementation = forms.norm
         layer.self_attn.implementation = forms.attention
         if isinstance(layer.mlp, SparseMLP):
             layer.mlp.gate.implementation = forms.router

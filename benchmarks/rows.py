@@ -21,6 +21,7 @@ CASE_KEYS: Mapping[str, tuple[str, ...]] = {
     "prefill-fp8": ("case",),
     "prologue-bf16": ("heads", "T"),
     "prologue-fp8": ("heads", "T"),
+    "rms-norm": ("H", "T"),
     "generate": ("model", "layers", "batch", "prompt", "new", "kv"),
 }
 """The keys that tell the cases of an op apart, in results and in the recorded baselines."""
@@ -32,6 +33,7 @@ MODULES: Mapping[str, str] = {
     "prefill-fp8": "benchmarks.prefill",
     "prologue-bf16": "benchmarks.prologue",
     "prologue-fp8": "benchmarks.prologue",
+    "rms-norm": "benchmarks.norm",
     "moe-fp8": "benchmarks.moe",
     "moe-bf16": "benchmarks.moe",
 }

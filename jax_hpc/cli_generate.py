@@ -35,6 +35,7 @@ _OPERATORS = {
     "attention": ("qk_norm_rope_append", "prefill_attention", "decode_attention"),
     "moe": ("fused_moe",),
     "router": ("router_topk",),
+    "norm": ("rms_norm",),
 }
 """Which operators an option chooses the form of."""
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")
@@ -159,7 +160,7 @@ def run(arguments: argparse.Namespace) -> None:
         quantize=_QUANTIZE.get(arguments.quantize),
         progress=not arguments.json,
         implementations=Implementations(
-            attention=arguments.attention, moe=arguments.moe, router=arguments.router
+            **{option: getattr(arguments, option) for option in _OPERATORS}
         ),
     )
     if loaded.tokenizer is None:

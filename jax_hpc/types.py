@@ -41,3 +41,4 @@ class Implementations:
     attention: Implementation = "auto"
     moe: Implementation = "auto"
     router: Implementation = "auto"
+    norm: Implementation = "auto"

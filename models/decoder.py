@@ -105,6 +105,11 @@ def _router_terms(config: DecoderConfig, dtype: jax.typing.DTypeLike) -> int:
     return 1 if jnp.dtype(dtype) == jnp.bfloat16 else 3
 
 
+def _add_and_norm(norm: RMSNorm, x: jax.Array | None, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The norm of ``x + h``, and that sum; h alone before the first layer."""
+    return (norm(h), h) if x is None else norm(x, h)
+
+
 class SparseMLP(nnx.Module):
     """Router and experts of one layer, and the expert that every token takes, if there is one."""
 
@@ -169,7 +174,8 @@ class DecoderLayer(nnx.Module):
         implementations: Implementations,
     ) -> None:
         norm: dict[str, Any] = dict(eps=config.rms_eps, dtype=dtype)
-        self.input_layernorm = RMSNorm(config.hidden_size, **norm)
+        form = implementations.norm
+        self.input_layernorm = RMSNorm(config.hidden_size, implementation=form, **norm)
         self.self_attn = PagedAttention(
             config.hidden_size,
             config.num_q_heads,
@@ -181,7 +187,7 @@ class DecoderLayer(nnx.Module):
             implementation=implementations.attention,
             **norm,
         )
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, implementation=form, **norm)
         if config.sparse_layers[index]:
             self.mlp: SparseMLP | GatedMLP = SparseMLP(
                 config, rngs=rngs, dtype=dtype, implementations=implementations
@@ -228,7 +234,12 @@ class Decoder(nnx.Module):
             DecoderLayer(config, i, rngs=rngs, dtype=dtype, implementations=implementations)
             for i in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_eps, dtype=dtype)
+        self.norm = RMSNorm(
+            config.hidden_size,
+            eps=config.rms_eps,
+            dtype=dtype,
+            implementation=implementations.norm,
+        )
         head_dtype = jnp.float32 if config.float32_head else dtype
         self.lm_head = (
             None
@@ -247,16 +258,17 @@ class Decoder(nnx.Module):
         if not inputs.is_prefill:
             schedule = self.layers[0].self_attn.schedule(inputs, cache.layers[0])
             inputs = dataclasses.replace(inputs, schedule=schedule)
-        x = self.embed_tokens(inputs.tokens)
+        h, x = self.embed_tokens(inputs.tokens), None
         pages = list(cache.layers)
+        # h is what the layers have added up, but for x, the last one's result: the next norm adds
+        # that first.
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layers/{index}"):
-                y, pages[index] = layer.self_attn(
-                    layer.input_layernorm(x), inputs, pages[index], self.cos_sin[...]
-                )
-                x = x + y
-                x = x + layer.feed_forward(layer.post_attention_layernorm(x), inputs.active)
-        return self.norm(x), PagedKVCache(tuple(pages))
+                y, h = _add_and_norm(layer.input_layernorm, x, h)
+                y, pages[index] = layer.self_attn(y, inputs, pages[index], self.cos_sin[...])
+                y, h = layer.post_attention_layernorm(y, h)
+                x = layer.feed_forward(y, inputs.active)
+        return _add_and_norm(self.norm, x, h)[0], PagedKVCache(tuple(pages))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden ``[R, H]`` -> float32 ``[R, V]``, accumulated and never rounded below float32."""

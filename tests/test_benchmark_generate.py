@@ -90,9 +90,12 @@ def test_sizes_of_a_rank():
 def test_every_layer_takes_the_form():
     chosen = SMALL["qwen3-30b"]
     model = chosen.model(chosen.config, rngs=nnx.Rngs(0))
-    generate.use(model, Implementations(attention="xla", router="cuda"))
+    generate.use(model, Implementations(attention="xla", router="cuda", norm="xla"))
+    assert model.norm.implementation == "xla"
     for layer in model.layers:
         assert layer.self_attn.implementation == "xla"
+        assert layer.input_layernorm.implementation == "xla"
+        assert layer.post_attention_layernorm.implementation == "xla"
         assert isinstance(layer.mlp, SparseMLP)
         assert layer.mlp.gate.implementation == "cuda"
         assert layer.mlp.experts.implementation == "auto"

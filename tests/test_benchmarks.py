@@ -114,6 +114,17 @@ def test_prologue_writes_every_token_of_the_caches_it_carries(op, tokens):
     timing.check_results([results])
 
 
+def test_norm_floors_count_both_inputs_and_both_results():
+    benchmark = rows.load("rms-norm")
+    row = benchmark.row({"H": 2048, "T": 8192}, "cuda")
+    assert row["floor_us"] == pytest.approx(4 * 2 * 8192 * 2048 / 4.3e6, rel=1e-3)
+    workload = benchmark.workload({"H": 2048, "T": 2}, "xla")
+    operands, state = jax.jit(workload.make)(jax.random.key(0))
+    results, state = jax.jit(workload.call)(operands, state)
+    assert results.shape == state.shape == (2, 2048)
+    timing.check_results([results, state])
+
+
 def test_practical_floor_is_what_was_measured():
     for megabytes, tb_per_s in ((8, 1.44), (32, 2.85), (128, 3.9), (512, 4.4)):
         measured = megabytes / tb_per_s

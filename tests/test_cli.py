@@ -1,5 +1,6 @@
 """The command line: what it prints, what it makes of its options, and its one-line errors."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -273,8 +274,8 @@ def test_implementations_reach_the_model(
     monkeypatch.setattr(cli_generate._registry, "gpus", lambda: ("a GPU",))
     monkeypatch.setattr(cli_generate._registry, "unusable_reason", lambda: None)
     monkeypatch.setattr(jax_hpc._registry.OPERATORS["fused_moe"], "kernel", "a kernel")
-    generate(model, "--prompt", "one", "--attention", "xla", "--moe", "cuda")
-    assert (seen[0].attention, seen[0].moe, seen[0].router) == ("xla", "cuda", "auto")
+    generate(model, "--prompt", "one", "--attention", "xla", "--moe", "cuda", "--norm", "xla")
+    assert dataclasses.astuple(seen[0]) == ("xla", "cuda", "auto", "xla")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jax_hpc import _registry, fp8, nn
 from jax_hpc.cache import LayerPages
 from jax_hpc.step import StepInputs
 from tests.support.meshes import host_mesh
-from tests.support.numerics import assert_close
+from tests.support.numerics import assert_bitwise, assert_close
 
 H, HQ, HKV, D, N = 32, 4, 2, 16, 16
 
@@ -40,6 +40,17 @@ def test_rms_norm_against_float64(rng: np.random.Generator) -> None:
         got = norm(x)
         assert got.dtype == dtype
         assert_close(got, want, rtol=bound)
+
+
+def test_rms_norm_adds_a_residual_first(rng: np.random.Generator) -> None:
+    norm = nn.RMSNorm(H, dtype=jnp.bfloat16)
+    norm.weight[...] = array(rng, H, dtype=jnp.bfloat16)
+    x, residual = (array(rng, 2, 3, H, dtype=jnp.bfloat16) for _ in range(2))
+    y, h = norm(x, residual)
+    assert_bitwise(h, x + residual)
+    assert_bitwise(y, norm(h))
+    with pytest.raises(NotImplementedError, match="rms_norm: no CUDA kernel .*H must be"):
+        jax.eval_shape(nn.RMSNorm(H - 1, implementation="cuda"), x[..., 1:])
 
 
 def test_linear_precision_and_output_dtype(rng: np.random.Generator) -> None:

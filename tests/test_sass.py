@@ -36,6 +36,8 @@ EXPECTED = {
     # Warpgroup products of tiles in shared memory and of probabilities in registers.
     "prefill_kernel": ("UTMALDG.4D", "LDGSTS", "USETMAXREG", "ACQBULK"),
     "prefill_plan_kernel": ("PREEXIT",),
+    # 16 bytes at a time; fp8
+    "rms_norm_kernel": ("LDG.E.128", "STG.E.128", "MUFU.RSQ", "F2FP.SATFINITE.E4M3"),
     "probe_kernel": (),
 }
 # Kernel, of some template arguments (as mangled) -> what these instances need as well.

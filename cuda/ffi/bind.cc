@@ -21,7 +21,8 @@ namespace nb = nanobind;
   TARGET(decode_attention, 1)    \
   TARGET(qk_norm_rope_append, 1) \
   TARGET(fused_moe, 1)           \
-  TARGET(prefill_attention, 1)
+  TARGET(prefill_attention, 1)   \
+  TARGET(rms_norm, 1)
 
 #define DECLARE_TARGET(name, version) XLA_FFI_DECLARE_HANDLER_SYMBOL(name);
 JAX_HPC_TARGETS(DECLARE_TARGET)

@@ -235,12 +235,42 @@ def _moe_kernel(rng: np.random.Generator, launches: int = 4, **sizes: Any) -> Ca
     return dataclasses.replace(call, x=x, rest=rest, launches=launches)
 
 
+def _rms_norm(
+    rng: np.random.Generator,
+    hidden: int = 32,
+    dtype: Any = jnp.float32,
+    out_scale: float | None = None,
+    in_place: bool = True,
+) -> Call:
+    """In place: with a residual, whose memory the sum takes."""
+    residual = _array(rng, 8, hidden, dtype=dtype) if in_place else None
+
+    def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
+        weight, residual = rest
+        return jax_hpc.rms_norm(
+            x, weight, residual=residual, out_scale=out_scale, implementation=implementation
+        )
+
+    rows = P("t")
+    return Call(
+        "rms_norm",
+        run,
+        _array(rng, 8, hidden, dtype=dtype),
+        (_array(rng, hidden), residual),
+        rows,
+        (P(), rows if in_place else None),
+        rows,
+        in_place=in_place,
+    )
+
+
 MAKERS = {
     "decode_attention": _decode_attention,
     "decode_schedule": _decode_schedule,
     "fused_moe": _fused_moe,
     "prefill_attention": _prefill_attention,
     "qk_norm_rope_append": _qk_norm_rope_append,
+    "rms_norm": _rms_norm,
     "route_topk": _route_topk,
     "router_gemm": _router_gemm,
     "router_topk": _router_topk,
@@ -284,6 +314,15 @@ _PATHS = {
         "bf16 cache": functools.partial(_qk_norm_rope_append, dim=64, dtype=jnp.bfloat16),
         "fp8": functools.partial(
             _qk_norm_rope_append, dim=128, dtype=jnp.float8_e4m3fn, quantize_q=True
+        ),
+    },
+    "rms_norm": {
+        "residual": functools.partial(_rms_norm, hidden=2048, dtype=jnp.bfloat16),
+        "no residual": functools.partial(
+            _rms_norm, hidden=2056, dtype=jnp.bfloat16, in_place=False
+        ),
+        "fp8": functools.partial(
+            _rms_norm, hidden=6144, dtype=jnp.bfloat16, out_scale=0.25, in_place=False
         ),
     },
     "route_topk": _paths_of(
