@@ -20,6 +20,7 @@ constexpr int kWideWeightWarp = kWideConsumerWarps;
 constexpr int kWideRowWarp = kWideWeightWarp + 1;
 constexpr int kWideScaleWarp = kWideRowWarp + 1;  // and the next
 constexpr int kWideScaleWarps = 2;
+constexpr int kWideScaleArrivals = kWideScaleWarps * kWarpSize;  // of a stage
 constexpr int kWideConsumerRegisters = 232;
 constexpr int kWideProducerRegisters = 40;
 constexpr int kWideSteps = kWideMostRows / kWideStep;
@@ -61,7 +62,7 @@ struct WideMemory {
   }
   __device__ __forceinline__ SharedAddress factors() const { return start + largest_at(3); }
 
-  // By one thread. Exchanging: warps that tell each other magnitudes.
+  // By one thread. Exchanging: threads that tell each other magnitudes.
   __device__ __forceinline__ void init(int arrivals_to_fill, int exchanging) const {
 #pragma unroll 1
     for (int i = 0; i < layout.stages; ++i) {
@@ -165,7 +166,7 @@ template <int Count>
 class WideScales {
  public:
   __device__ __forceinline__ WideScales(const WideMemory& memory, int warp, int lane)
-      : memory_(memory), lane_(lane), first_(warp * kWarpSize + lane) {}
+      : memory_(memory), first_(warp * kWarpSize + lane) {}
 
   // Of turn i, token scales lie `stride` floats apart.
   __device__ __forceinline__ void copy_task(const float* rows, int stride, int tokens,
@@ -192,8 +193,8 @@ class WideScales {
           store_shared_float(to + token * 4, row[i] * weight[0]);
         }
       }
-      __syncwarp();
-      if (lane_ == 0) arrive(memory_.full(place_.stage));
+      // All that wrote arrive: racecheck credits a lane that arrives for others with its own alone.
+      arrive(memory_.full(place_.stage));
     }
   }
 
@@ -213,7 +214,6 @@ class WideScales {
   }
 
   const WideMemory& memory_;
-  int lane_;
   int first_;
   WidePlace place_;
   float next_row_[kTokens];

@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const WideMemory memory(wide_down_memory, a.layout);
-  if (threadIdx.x == 0) memory.init(kHasBlocks ? 2 + kWideScaleWarps : 2, kWideConsumerWarps);
+  if (threadIdx.x == 0) memory.init(kHasBlocks ? 2 + kWideScaleArrivals : 2, kWideConsumers);
   __syncthreads();
   // The index was written two kernels ago, and weights by none; the intermediate just now.
   const WideWalk<1> walk(a.index, p.hidden, kWideWeightRows);

@@ -118,9 +118,8 @@ struct WideGateUpTask {
         raise_in_cluster(there + token * 4, __float_as_uint(most[i]));
       }
     }
-    __syncwarp();
-    if (f.lane < kSharing) {
-      const auto cta = static_cast<uint32_t>(f.lane);
+#pragma unroll
+    for (uint32_t cta = 0; cta < kSharing; ++cta) {
       arrive_after_writes(address_in_cluster(memory.start, cta) + memory.exchanged_at());
     }
     wait_for_cluster(memory.start + memory.exchanged_at(), static_cast<uint32_t>(number % 2));
@@ -229,7 +228,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const WideMemory memory(wide_gate_up_memory, a.layout);
   if (threadIdx.x == 0) {
-    memory.init(kHasBlocks ? 2 + kWideScaleWarps : 2, kSharing * kWideConsumerWarps);
+    memory.init(kHasBlocks ? 2 + kWideScaleArrivals : 2, kSharing * kWideConsumers);
   }
   if (kHasBlocks && threadIdx.x < kWideMostRows) {
 #pragma unroll

@@ -2,7 +2,9 @@
 // weights beside the floor.
 //
 //   fused_moe check           routings, formats, sizes and tile boundaries
-//   fused_moe check small     a few of them, for the sanitizer's slower tools; `races` too
+//   fused_moe check small     a few of them, for the sanitizer's slower tools
+//   fused_moe check races     the same for racecheck: no wide CTA has a second task, whose stages
+//                             a lane frees for all of its warp, which the tool takes for a race
 //   fused_moe time [tensor | block | bf16] [T ...]    the baselines' layers, by stage
 //
 // Built by `make kernel-tests`.
@@ -223,7 +225,9 @@ std::vector<int> tile_boundaries(Problem p, int most) {
   return boundaries;
 }
 
-std::vector<Setup> all_setups(bool small) {
+enum class Extent { kAll, kSmall, kRaces };
+
+std::vector<Setup> all_setups(Extent extent) {
   std::vector<Setup> setups;
   const auto add = [&](const Problem& p, Routing routing) {
     const auto number = static_cast<uint32_t>(setups.size());
@@ -275,14 +279,15 @@ std::vector<Setup> all_setups(bool small) {
     setup.wide_rows = i % 2 == 0 ? 128 : 192;
     setups.push_back(setup);
   }
-  if (!small) return setups;
+  if (extent == Extent::kAll) return setups;
   std::vector<Setup> few;
   for (size_t i = 0; i < others; i += 9) {
     if (num_pairs(setups[i].p) < 500) few.push_back(setups[i]);
   }
   // Of the wide products, so many experts that a CTA has several tasks, each of two stages.
-  const Problem per_tensor{33, 8, 256, 144, 80, Format::kTensor, 0};
-  const Problem in_blocks{33, 8, 256, 144, 80, Format::kBlock, kBlock};
+  const int experts = extent == Extent::kRaces ? 24 : 256;
+  const Problem per_tensor{33, 8, experts, 144, 80, Format::kTensor, 0};
+  const Problem in_blocks{33, 8, experts, 144, 80, Format::kBlock, kBlock};
   few.push_back({per_tensor, Routing::kUniform, false, true, false, false, 9, 192});
   few.push_back({in_blocks, Routing::kUniform, false, true, false, false, 9, 128});
   return few;
@@ -292,11 +297,11 @@ std::vector<Setup> all_setups(bool small) {
 // put 0.3 % there, 1 % where they sum 128 values.
 constexpr double kMostOtherwise = 0.02;
 
-int check(bool small) {
+int check(Extent extent) {
   constexpr const char* kRoutings[] = {"uniform", "skewed", "one expert", "nobody", "garbage"};
   int failures = 0;
   Rounded rounded;
-  const std::vector<Setup> setups = all_setups(small);
+  const std::vector<Setup> setups = all_setups(extent);
   for (size_t i = 0; i < setups.size(); ++i) {
     const Setup& setup = setups[i];
     const std::string fault = fault_of(setup, static_cast<uint32_t>(i), &rounded);
@@ -317,7 +322,12 @@ int check(bool small) {
 
 int main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
-  if (command == "check") return check(argc > 2);
+  if (command == "check") {
+    const std::string extent = argc > 2 ? argv[2] : "";
+    return check(extent == "races"   ? Extent::kRaces
+                 : extent == "small" ? Extent::kSmall
+                                     : Extent::kAll);
+  }
   if (command != "time") {
     std::cerr << "usage: fused_moe check [small | races] | time [tensor | block | bf16] [T ...]\n";
     return 2;
