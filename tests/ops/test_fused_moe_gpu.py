@@ -241,11 +241,14 @@ def test_ranks_add_up_to_the_whole(rng: np.random.Generator, format: str) -> Non
     assert_close(sum(parts), whole, atol=0.02 * np.abs(whole).max())
 
 
-def check_against_xla(args: dict[str, Any], part_of_largest: float) -> None:
+def check_against_xla(args: dict[str, Any], part_of_largest: float, few: float = 0) -> None:
+    """All results but a `few` within a part of the largest, and those within three times of it."""
     got, want = (np.asarray(run(**args), np.float32) for run in (RUN, BY_XLA))
     least = 0.99999 if isinstance(args["experts"], DenseExperts) else 0.9999
     assert not want.any() or cosine(got, want) >= least
-    assert_close(got, want, atol=part_of_largest * np.abs(want).max())
+    limit = part_of_largest * np.abs(want).max()
+    assert np.mean(np.abs(got - want) > limit) <= few
+    assert_close(got, want, atol=limit if few == 0 else 3 * limit)
 
 
 # Few columns of the intermediate, so that one that rounds to the other side shows in the result.
@@ -289,8 +292,11 @@ def test_wide_products(rng: np.random.Generator, format: str, mean: int) -> None
     assert_bitwise(RUN(**args), first)
     assert_bitwise(RUN(**quantized_first(args)), first)
     pairs = (layer.tokens, layer.top_k)
+    # One value of the intermediate, of 256, that lies at the middle of two of e4m3 can be 3 % of
+    # the largest result: here 336 -> 320 or 352, 8e-5 of it from the middle, moves one by 0.031.
+    few = 1e-4
     for ids in (zipf(rng, layer), np.full(pairs, 33), np.full(pairs, 34)):
-        check_against_xla(args | {"topk_ids": jnp.asarray(ids, jnp.int32)}, 0.02)
+        check_against_xla(args | {"topk_ids": jnp.asarray(ids, jnp.int32)}, 0.02, few)
     ranks_ids = jnp.asarray(rng.integers(-1, 50, pairs), jnp.int32)
     more = {"topk_ids": ranks_ids, "expert_offset": jnp.int32(9)} | addends(rng, layer)
-    check_against_xla(args | more, 0.02)
+    check_against_xla(args | more, 0.02, few)
