@@ -55,8 +55,8 @@ struct Config {
   // warpgroup's task is 8 columns of the intermediate instead of 32, so that a single token keeps
   // all SMs busy.
   int gate_up_pieces;
-  // The products for many rows an expert (wide.cuh): tiles of a multiple of 32 rows, up to 192, and
-  // of kBlock blocks of 128 rows.
+  // The products for many rows an expert (wide.cuh): tiles of a multiple of 32 rows, up to 192, of
+  // kBf16 256, and of kBlock blocks of 128 rows.
   bool is_wide = false;
 };
 

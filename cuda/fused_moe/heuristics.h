@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "fused_moe/config.h"
 
@@ -39,7 +40,19 @@ inline Config wide_config(int rows) {
   return {.tile_rows = rows, .gate_up_pieces = 1, .is_wide = true};
 }
 constexpr bool can_be_wide(const Problem& p) {
-  return p.format == Format::kTensor || (p.format == Format::kBlock && p.block_rows == kBlock);
+  return p.format != Format::kBlock || p.block_rows == kBlock;
+}
+
+// Of bf16: the fewest tiles of up to 256 rows that most experts of a uniform routing fit into, and
+// the lowest of these. Fewer tiles read fewer weights, and lower ones differ less in rows.
+inline int wide_bf16_rows(double mean) {
+  constexpr double kMost = 256;
+  const double most = mean + 2 * std::sqrt(mean);
+  const double tiles = std::ceil(most / kMost);
+  for (const int rows : {128, 192}) {
+    if (tiles * rows >= most) return rows;
+  }
+  return static_cast<int>(kMost);
 }
 
 // Rows of a tile of the wide products, 0 where the others are faster.
@@ -55,14 +68,19 @@ constexpr bool can_be_wide(const Problem& p) {
 //   1024      341       578     383        778     525                   192
 //
 // With T = 64 (mean 21) the others take 115 and 127, as long as the weights take, and are kept.
-// With 192 columns a down product has two stages, and the others stay faster.
+// With 192 columns a down product has two stages, and the others stay faster. Of bf16 the least
+// mean is not measured: from about 60 on the others' products take longer than the weights.
 inline int choose_wide_rows(const Problem& p, int num_sms) {
-  constexpr double kLeastMean = 40;
+  constexpr double kLeastOfFp8 = 40;
+  constexpr double kLeastOfBf16 = 60;
   constexpr int kLeastColumns = 256;
   constexpr int kTaskColumns = 64;
   const double mean = static_cast<double>(num_pairs(p)) / p.experts;
+  const bool is_bf16 = p.format == Format::kBf16;
+  const double least_mean = is_bf16 ? kLeastOfBf16 : kLeastOfFp8;
   const int64_t tasks = int64_t{p.experts} * blocks_of(p.inter, kTaskColumns);
-  if (!can_be_wide(p) || p.inter < kLeastColumns || mean < kLeastMean || tasks < num_sms) return 0;
+  if (!can_be_wide(p) || p.inter < kLeastColumns || mean < least_mean || tasks < num_sms) return 0;
+  if (is_bf16) return wide_bf16_rows(mean);
   const double spare = 128 - 1 - mean;
   return spare > 0 && spare * spare >= 4 * mean ? 128 : 192;
 }

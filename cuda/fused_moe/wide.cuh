@@ -1,8 +1,10 @@
 // What the wide products share, for many rows an expert: 128 weight rows of a CTA times up to 192
-// tokens, so that a stage is longer in the tensor cores than on its way from the L2 cache.
+// tokens, of bf16 256, so that a stage is longer in the tensor cores than on its way from the L2
+// cache.
 //
 // Two warpgroups multiply, 64 weight rows each, and run freely: while one adds a stage's sums up in
-// float32, the other's products run.
+// float32, the other's products run. Of bf16 all sums stay in the tensor cores, and the two CTAs of
+// a cluster, which have the same tokens, copy half of them each, for both (wide_sharing).
 #pragma once
 
 #include "fused_moe/grouped.cuh"
@@ -23,7 +25,6 @@ constexpr int kWideScaleWarps = 2;
 constexpr int kWideScaleArrivals = kWideScaleWarps * kWarpSize;  // of a stage
 constexpr int kWideConsumerRegisters = 232;
 constexpr int kWideProducerRegisters = 40;
-constexpr int kWideSteps = kWideMostRows / kWideStep;
 
 // Barriers of the CTA's threads.
 constexpr int kGroupBarrier = 1;  // and the next, of one warpgroup
@@ -62,20 +63,26 @@ struct WideMemory {
   }
   __device__ __forceinline__ SharedAddress factors() const { return start + largest_at(3); }
 
-  // By one thread. Exchanging: threads that tell each other magnitudes.
-  __device__ __forceinline__ void init(int arrivals_to_fill, int exchanging) const {
+  // By one thread. Sharing: CTAs that wait for each other's stages. Exchanging: threads that tell
+  // each other magnitudes.
+  __device__ __forceinline__ void init(int arrivals_to_fill, int sharing, int exchanging) const {
 #pragma unroll 1
     for (int i = 0; i < layout.stages; ++i) {
       init_barrier(full(i), arrivals_to_fill);
-      init_barrier(empty(i), kWideConsumerWarps);
+      init_barrier(empty(i), sharing * kWideConsumerWarps);
     }
     init_barrier(start + exchanged_at(), exchanging);
     fence_barrier_init();
   }
-  // Tells that this warp, all of it, is done with a stage.
+  // Tells that this warp, all of it, is done with a stage, in all CTAs whose copies fill it.
+  template <int Sharing = 1>
   __device__ __forceinline__ void release(int stage, int lane) const {
     __syncwarp();
-    if (lane == 0) arrive(empty(stage));
+    if constexpr (Sharing == 1) {
+      if (lane == 0) arrive(empty(stage));
+    } else if (lane < Sharing) {
+      arrive_after_reads(address_in_cluster(empty(stage), static_cast<uint32_t>(lane)));
+    }
   }
 };
 
@@ -136,11 +143,15 @@ __device__ __forceinline__ void copy_wide_weights(const WideMemory& memory, Walk
   }
 }
 
-// By one thread: a tile's rows. What lies behind its last row is nobody's business.
-template <class Walk>
+// By one thread: a tile's rows, of CTAs that share them every `Sharing`th box. What lies behind its
+// last row is nobody's business.
+template <int Sharing, class Walk>
 __device__ __forceinline__ void copy_wide_rows(const WideMemory& memory, Walk walk, int turns,
                                                const CUtensorMap* map) {
   constexpr int kBoxBytes = kWideBoxRows * kStageValues;
+  constexpr uint16_t kAll = (1 << Sharing) - 1;
+  static_assert(kWideStep / kWideBoxRows % Sharing == 0);
+  const int rank = Sharing > 1 ? static_cast<int>(cluster_rank()) : 0;
   WidePlace place;
   Tile tile;
   int part;
@@ -151,9 +162,14 @@ __device__ __forceinline__ void copy_wide_rows(const WideMemory& memory, Walk wa
       wait(memory.empty(place.stage), place.parity ^ 1);
       const SharedAddress full = memory.full(place.stage);
       arrive_expecting(full, static_cast<uint32_t>(boxes * kBoxBytes));
-      for (int i = 0; i < boxes; ++i) {
-        copy_tile(memory.rows(place.stage) + i * kBoxBytes, map, full, turn * kStageValues,
-                  tile.first_row + i * kWideBoxRows);
+      for (int i = rank; i < boxes; i += Sharing) {
+        const SharedAddress to = memory.rows(place.stage) + i * kBoxBytes;
+        const int row = tile.first_row + i * kWideBoxRows;
+        if constexpr (Sharing == 1) {
+          copy_tile(to, map, full, turn * kStageValues, row);
+        } else {
+          copy_tile_to(kAll, to, map, full, turn * kStageValues, row);
+        }
       }
     }
   }
@@ -245,6 +261,36 @@ __device__ __forceinline__ void add_wide(SharedAddress scales, const Fragment& f
   }
 }
 
+// A task's products of bf16. Those of a stage are asked for before those of the one before are
+// waited for.
+template <int Sharing, int Rows>
+__device__ __forceinline__ void multiply_wide_bf16(const WideMemory& memory, int turns,
+                                                   const Fragment& f, WidePlace& place,
+                                                   float (&sums)[Rows / 2]) {
+  constexpr int kSteps = 4;  // 16 values each
+#pragma unroll
+  for (int i = 0; i < Rows / 2; ++i) sums[i] = 0;
+  int before = -1;
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn, place.advance(memory.layout.stages)) {
+    wait(memory.full(place.stage), place.parity);
+    const uint32_t a = swizzled_tile(memory.weights(place.stage) + f.group * kWeightBytes);
+    const uint32_t b = swizzled_tile(memory.rows(place.stage));
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      Wgmma<Rows>::multiply(sums, descriptor(a + 2 * k), descriptor(b + 2 * k), true);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (before >= 0) memory.release<Sharing>(before, f.lane);
+    before = place.stage;
+  }
+  wgmma_wait<0>();
+  hold_all(sums);
+  memory.release<Sharing>(before, f.lane);
+}
+
 // A task's products.
 template <int Count, int Rows>
 __device__ __forceinline__ void multiply_wide(const WideMemory& memory, int turns,
@@ -269,16 +315,44 @@ __device__ __forceinline__ void multiply_wide(const WideMemory& memory, int turn
 }
 
 // Calls task.run<Rows>() with the least number of rows that a tile fits into.
-template <int Steps = 1, class Task>
+template <Format format, int Steps = 1, class Task>
 __device__ __forceinline__ void run_wide(int steps, const Task& task) {
-  if constexpr (Steps == kWideSteps) {
+  if constexpr (Steps * kWideStep == wide_most_rows(format)) {
     task.template run<Steps * kWideStep>();
   } else if (steps == Steps) {
     task.template run<Steps * kWideStep>();
   } else {
-    run_wide<Steps + 1>(steps, task);
+    run_wide<format, Steps + 1>(steps, task);
   }
 }
+
+// Results of bf16 experts on their way out, which a warpgroup gathers a few tokens at a time, in
+// two places in turn: bytes of a token are `TokenBytes`, padded so that what a warp writes at once
+// lies in different banks.
+template <int Tokens, int TokenBytes>
+struct WideChunks {
+  static constexpr int kChunkBytes = Tokens * TokenBytes;
+  static constexpr int kBytes = kWideGroups * 2 * kChunkBytes;
+  SharedAddress start;  // of the warpgroup
+  int group;
+
+  __device__ __forceinline__ WideChunks(const WideMemory& memory, const Fragment& f)
+      : start(memory.staged() + f.group * 2 * kChunkBytes), group(f.group) {}
+
+  // gather(chunk, to), then write(chunk, from) of what all of the warpgroup have gathered.
+  template <int Rows, class Gather, class Write>
+  __device__ __forceinline__ void each(int rows, const Gather& gather, const Write& write) const {
+    sync_threads<kWarpgroup>(kGroupBarrier + group);
+#pragma unroll
+    for (int chunk = 0; chunk < Rows / Tokens; ++chunk) {
+      if (chunk * Tokens >= rows) break;
+      const SharedAddress place = start + chunk % 2 * kChunkBytes;
+      gather(chunk, place);
+      sync_threads<kWarpgroup>(kGroupBarrier + group);
+      write(chunk, place);
+    }
+  }
+};
 
 // At a kernel's start and end, by all threads: a CTA may be reached from now on, or no longer.
 template <int Cluster>

@@ -16,11 +16,14 @@ struct Maps {
 template <Format format>
 cudaError_t launch_as(const Problem& p, const Config& config, const WideDown& arrays,
                       const Maps& maps, bool overlaps_previous, int num_sms, cudaStream_t stream) {
-  const int64_t tasks = max_tiles(p, config) * ceil_div(p.hidden, kWideWeightRows);
+  constexpr int kCluster = wide_sharing(format);
+  const int64_t tasks = max_tiles(p, config) * ceil_div(p.hidden, kCluster * kWideWeightRows);
   if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(std::min<int64_t>(tasks, num_sms))),
+  const int64_t clusters = std::min<int64_t>(tasks, num_sms / kCluster);
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(clusters * kCluster)),
                           .threads = kWideThreads,
                           .shared_bytes = arrays.layout.total,
+                          .cluster = kCluster,
                           .overlaps_previous = overlaps_previous};
   return launch_kernel(wide_down_kernel<format>, shape, stream, p, arrays, maps.weights, maps.act);
 }
@@ -36,14 +39,22 @@ cudaError_t launch_wide_down(const Problem& p, const Config& config, const Index
   status = make_sorted_map(p, p.inter, rows.act, &maps.act);
   if (status != cudaSuccess) return status;
   const bool has_blocks = p.format == Format::kBlock;
+  const bool is_bf16 = p.format == Format::kBf16;
   const WideDown arrays{
       index, weights, rows,
-      WideLayout(config.tile_rows, has_blocks ? kWideDownScales : 0, kWideDownStaged),
+      WideLayout(config.tile_rows, has_blocks ? kWideDownScales : 0,
+                 is_bf16 ? WideDownChunks::kBytes : config.tile_rows * kWideDownStaged),
       weight_policy(p, config)};
-  return has_blocks ? launch_as<Format::kBlock>(p, config, arrays, maps, overlaps_previous, num_sms,
-                                                stream)
-                    : launch_as<Format::kTensor>(p, config, arrays, maps, overlaps_previous,
-                                                 num_sms, stream);
+  switch (p.format) {
+    case Format::kTensor:
+      return launch_as<Format::kTensor>(p, config, arrays, maps, overlaps_previous, num_sms,
+                                        stream);
+    case Format::kBlock:
+      return launch_as<Format::kBlock>(p, config, arrays, maps, overlaps_previous, num_sms, stream);
+    case Format::kBf16:
+      return launch_as<Format::kBf16>(p, config, arrays, maps, overlaps_previous, num_sms, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace jax_hpc::fused_moe

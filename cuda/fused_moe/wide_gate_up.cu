@@ -16,7 +16,7 @@ struct Maps {
 template <Format format>
 cudaError_t launch_as(const Problem& p, const Config& config, const WideGateUp& arrays,
                       const Maps& maps, bool overlaps_previous, int num_sms, cudaStream_t stream) {
-  constexpr int kCluster = kWideSharing<format>;
+  constexpr int kCluster = kWideCluster<format>;
   const int64_t tasks = max_tiles(p, config) * ceil_div(p.inter, kCluster * kWideColumns);
   if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
   const int64_t clusters = std::min<int64_t>(tasks, num_sms / kCluster);
@@ -41,17 +41,25 @@ cudaError_t launch_wide_gate_up(const Problem& p, const Config& config, const In
   status = make_sorted_map(p, p.hidden, sorted.values, &maps.rows);
   if (status != cudaSuccess) return status;
   const bool has_blocks = p.format == Format::kBlock;
+  const bool is_bf16 = p.format == Format::kBf16;
   const WideGateUp arrays{
       index,
       sorted,
       weights,
       rows,
-      WideLayout(config.tile_rows, has_blocks ? kWideGateUpScales : 0, kWideStagedBytes),
+      WideLayout(config.tile_rows, has_blocks ? kWideGateUpScales : 0,
+                 is_bf16 ? WideActChunks::kBytes : config.tile_rows * kWideStagedBytes),
       weight_policy(p, config)};
-  return has_blocks ? launch_as<Format::kBlock>(p, config, arrays, maps, overlaps_previous, num_sms,
-                                                stream)
-                    : launch_as<Format::kTensor>(p, config, arrays, maps, overlaps_previous,
-                                                 num_sms, stream);
+  switch (p.format) {
+    case Format::kTensor:
+      return launch_as<Format::kTensor>(p, config, arrays, maps, overlaps_previous, num_sms,
+                                        stream);
+    case Format::kBlock:
+      return launch_as<Format::kBlock>(p, config, arrays, maps, overlaps_previous, num_sms, stream);
+    case Format::kBf16:
+      return launch_as<Format::kBf16>(p, config, arrays, maps, overlaps_previous, num_sms, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace jax_hpc::fused_moe

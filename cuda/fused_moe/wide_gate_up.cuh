@@ -1,4 +1,4 @@
-// act = requantised SiLU(gate) * up of rows sorted by expert, for many rows an expert.
+// act = requantised, or rounded, SiLU(gate) * up of rows sorted by expert, for many rows an expert.
 //
 // The weight rows of a CTA are eight gate rows, the eight up rows that belong to them, and so on:
 // a thread holds gate and up of the same column of the intermediate. A CTA has 64 columns. Of 128,
@@ -10,14 +10,15 @@
 
 namespace jax_hpc::fused_moe {
 
-constexpr int kWideColumns = kWideWeightRows / 2;     // of a CTA
-constexpr int kWideGroupColumns = kWideColumns / 2;   // of a warpgroup
-constexpr int kWideStagedBytes = kWideColumns;        // of a token
+constexpr int kWideColumns = kWideWeightRows / 2;    // of a CTA
+constexpr int kWideGroupColumns = kWideColumns / 2;  // of a warpgroup
+constexpr int kWideStagedBytes = kWideColumns;       // of a token
+using WideActChunks = WideChunks<32, kWideGroupColumns * 2 + 16>;
 constexpr int kWideGateUpScales = 2 * sizeof(float);  // of a token, kBlock
 
 // CTAs of a cluster.
 template <Format format>
-constexpr int kWideSharing = format == Format::kBlock ? 2 : 1;
+constexpr int kWideCluster = format == Format::kBlock ? 2 : wide_sharing(format);
 
 // What the kernel is given: rows of x in the order of the index, with their scales.
 struct WideGateUp {
@@ -53,7 +54,7 @@ __device__ __forceinline__ void keep_larger(const float (&values)[Given], float 
 template <Format format>
 struct WideGateUpTask {
   static constexpr bool kHasBlocks = format == Format::kBlock;
-  static constexpr int kSharing = kWideSharing<format>;
+  static constexpr int kSharing = kWideCluster<format>;
   const WideMemory& memory;
   const Problem& p;
   const WideGateUp& a;
@@ -71,7 +72,17 @@ struct WideGateUpTask {
   template <int Rows>
   __device__ __forceinline__ void run() const {
     float totals[Rows / 2];
-    multiply_wide<kHasBlocks ? 2 : 0, Rows>(memory, turns, f, place, totals);
+    if constexpr (format == Format::kBf16) {
+      multiply_wide_bf16<wide_sharing(format), Rows>(memory, turns, f, place, totals);
+      write_rounded<Rows>(totals);
+    } else {
+      multiply_wide<kHasBlocks ? 2 : 0, Rows>(memory, turns, f, place, totals);
+      requantize<Rows>(totals);
+    }
+  }
+
+  template <int Rows>
+  __device__ __forceinline__ void requantize(const float (&totals)[Rows / 2]) const {
     float act[Rows / 4];  // of tokens 8j + token0 and the next
     if constexpr (kHasBlocks) {
 #pragma unroll
@@ -94,6 +105,38 @@ struct WideGateUpTask {
       });
     }
     write();
+  }
+
+  template <int Rows>
+  __device__ __forceinline__ void write_rounded(const float (&totals)[Rows / 2]) const {
+    constexpr int kTokens = 32;  // of a chunk: a matrix of eight to each of eight lanes
+    constexpr int kTokenBytes = WideActChunks::kChunkBytes / kTokens;
+    constexpr int kUnit = 8;  // columns of a lane
+    constexpr int kUnits = kWideGroupColumns / kUnit;
+    static_assert(kUnits * kTokens == kWarpgroup);
+    const int thread = f.warp * kWarpSize + f.lane;
+    const int within = thread % kUnits * kUnit;
+    const bool exists = column0() + within < p.inter;  // a multiple of 16
+    auto* to =
+        static_cast<uint16_t*>(a.rows.act) + int64_t{tile.first_row} * p.inter + column0() + within;
+    WideActChunks(memory, f).template each<Rows>(
+        tile.rows,
+        [&](int chunk, SharedAddress place) {
+          uint32_t act[kTokens / 8];
+#pragma unroll
+          for (int j = 0; j < kTokens / 8; ++j) {
+            const float* gate = totals + 4 * (chunk * kTokens / 8 + j);
+            act[j] = pack_bf16(silu_times(gate[0], gate[2]), silu_times(gate[1], gate[3]));
+          }
+          store_transposed(place + f.lane * kTokenBytes + f.warp * kGroupRows * 2,
+                           {act[0], act[1], act[2], act[3]});
+        },
+        [&](int chunk, SharedAddress place) {
+          const int token = chunk * kTokens + thread / kUnits;
+          if (!exists || token >= tile.rows) return;
+          *reinterpret_cast<uint4*>(to + int64_t{token} * p.inter) =
+              load_shared_words(place + thread / kUnits * kTokenBytes + within * 2);
+        });
   }
 
   // Raises each token's largest magnitude, in both CTAs. Eight lanes have the same tokens: they
@@ -191,8 +234,8 @@ __device__ __forceinline__ void multiply_gate_up(const WideMemory& memory, const
   Tile tile;
   int part;
   for (int number = 0; walk.next(tile, part); ++number) {
-    run_wide(wide_steps(tile),
-             WideGateUpTask<format>{memory, p, a, f, place, tile, turns, number, part});
+    run_wide<format>(wide_steps(tile),
+                     WideGateUpTask<format>{memory, p, a, f, place, tile, turns, number, part});
   }
 }
 
@@ -222,13 +265,14 @@ __global__ void __launch_bounds__(kWideThreads, 1)
                         const __grid_constant__ CUtensorMap weight_map,
                         const __grid_constant__ CUtensorMap row_map) {
   constexpr bool kHasBlocks = format == Format::kBlock;
-  constexpr int kSharing = kWideSharing<format>;
+  constexpr int kCluster = kWideCluster<format>;
+  constexpr int kSharing = wide_sharing(format);
   extern __shared__ uint8_t wide_gate_up_memory[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const WideMemory memory(wide_gate_up_memory, a.layout);
   if (threadIdx.x == 0) {
-    memory.init(kHasBlocks ? 2 + kWideScaleArrivals : 2, kSharing * kWideConsumers);
+    memory.init(kHasBlocks ? 2 + kWideScaleArrivals : 2, kSharing, kCluster * kWideConsumers);
   }
   if (kHasBlocks && threadIdx.x < kWideMostRows) {
 #pragma unroll
@@ -236,12 +280,12 @@ __global__ void __launch_bounds__(kWideThreads, 1)
       store_shared_word(memory.start + memory.largest_at(set) + threadIdx.x * 4, 0);
     }
   }
-  meet_cluster<kSharing>();
+  meet_cluster<kCluster>();
   // The index and the sorted rows were written just now.
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const WideWalk<kSharing> walk(a.index, p.inter, kWideColumns);
-  const int turns = ceil_div(p.hidden, kStageValues);
+  const WideWalk<kCluster> walk(a.index, p.inter, kWideColumns);
+  const int turns = ceil_div(p.hidden * value_bytes(format), kStageRow);
   if (warp >= kWideConsumerWarps) {
     leave_registers<kWideProducerRegisters>();
     if (warp == kWideWeightWarp) {
@@ -249,7 +293,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         copy_wide_weights(memory, walk, turns, kWideColumns / kGroupRows, &weight_map, a.policy);
       }
     } else if (warp == kWideRowWarp) {
-      if (elect_one()) copy_wide_rows(memory, walk, turns, &row_map);
+      if (elect_one()) copy_wide_rows<kSharing>(memory, walk, turns, &row_map);
     } else if constexpr (kHasBlocks) {
       copy_gate_up_scales(memory, p, a, walk, turns, warp - kWideScaleWarp, lane);
     }
@@ -257,7 +301,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     take_registers<kWideConsumerRegisters>();
     multiply_gate_up<format>(memory, p, a, walk, turns);
   }
-  meet_cluster<kSharing>();
+  meet_cluster<kCluster>();
 }
 
 }  // namespace jax_hpc::fused_moe

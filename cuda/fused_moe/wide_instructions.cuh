@@ -21,6 +21,24 @@ __device__ __forceinline__ void copy_wide_weights(SharedAddress to, const CUtens
       : "memory");
 }
 
+// A tile of two dimensions to the same place of every CTA that `ctas` has a bit of, whose barriers
+// at the same place count its bytes.
+__device__ __forceinline__ void copy_tile_to(uint16_t ctas, SharedAddress to,
+                                             const CUtensorMap* map, SharedAddress barrier, int x,
+                                             int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(ctas)
+      : "memory");
+}
+
+// An arrival at a barrier of any CTA of the cluster, whose address is of address_in_cluster, that
+// tells of reads alone.
+__device__ __forceinline__ void arrive_after_reads(SharedAddress barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // An arrival at a barrier of any CTA of the cluster, whose address is of address_in_cluster, after
 // everything that this warp has written to the cluster: it waits for the memory system.
 __device__ __forceinline__ void arrive_after_writes(SharedAddress barrier) {

@@ -11,10 +11,22 @@ namespace jax_hpc::fused_moe {
 constexpr int kWideWeightRows = 128;  // of a CTA: 64 of each of two warpgroups
 constexpr int kWideStep = 32;         // tokens of a tile are multiplied in multiples of this
 constexpr int kWideMostRows = 192;    // sums and totals of which fill a thread's registers
+constexpr int kWideMostSums = 256;    // rows of bf16, which has sums alone
 constexpr int kWideBoxRows = 16;      // token rows of a copy
 
-// Scales: bytes of a token's scales in a stage. Staged: bytes of a token's results that are
-// gathered before they are written.
+__host__ __device__ constexpr int wide_most_rows(Format format) {
+  return format == Format::kBf16 ? kWideMostSums : kWideMostRows;
+}
+
+// CTAs of a cluster that have neighbouring weight rows of a tile, and of which each copies its part
+// of the tile's tokens for all: a stage of bf16 is 1024 cycles of products, in which a CTA would
+// read 48 KB from the L2 cache, about twice of what that gives to all SMs at once.
+__host__ __device__ constexpr int wide_sharing(Format format) {
+  return format == Format::kBf16 ? 2 : 1;
+}
+
+// Scales: bytes of a token's scales in a stage. Staged: bytes of results that are gathered before
+// they are written.
 struct WideLayout {
   int stages;
   int stage_bytes;
@@ -33,11 +45,11 @@ struct WideLayout {
     constexpr int kControl = 256 + 4 * kWideMostRows * 4;
     stage_bytes = (kWideWeightRows + rows) * kBlock;
     scale_bytes = rows * scales;
-    const int left = kShared - kAlignment - kControl - rows * staged;
+    const int left = kShared - kAlignment - kControl - staged;
     stages = std::min(kMostStages, left / (stage_bytes + scale_bytes));
     scales_at = stages * stage_bytes;
     staged_at = scales_at + stages * scale_bytes;
-    control_at = staged_at + rows * staged;
+    control_at = staged_at + staged;
     total = control_at + kControl + kAlignment;
   }
 };
