@@ -75,7 +75,7 @@ struct WideMemory {
     fence_barrier_init();
   }
   // Tells that this warp, all of it, is done with a stage, in all CTAs whose copies fill it.
-  template <int Sharing = 1>
+  template <int Sharing>
   __device__ __forceinline__ void release(int stage, int lane) const {
     __syncwarp();
     if constexpr (Sharing == 1) {
@@ -292,7 +292,7 @@ __device__ __forceinline__ void multiply_wide_bf16(const WideMemory& memory, int
 }
 
 // A task's products.
-template <int Count, int Rows>
+template <int Count, int Sharing, int Rows>
 __device__ __forceinline__ void multiply_wide(const WideMemory& memory, int turns,
                                               const Fragment& f, WidePlace& place,
                                               float (&totals)[Rows / 2]) {
@@ -308,9 +308,9 @@ __device__ __forceinline__ void multiply_wide(const WideMemory& memory, int turn
     wgmma_commit();
     wgmma_wait<0>();
     hold_all(sums);
-    if constexpr (Count == 0) memory.release(place.stage, f.lane);
+    if constexpr (Count == 0) memory.release<Sharing>(place.stage, f.lane);
     add_wide<Count, Rows>(memory.scales(place.stage), f, sums, totals);
-    if constexpr (Count > 0) memory.release(place.stage, f.lane);
+    if constexpr (Count > 0) memory.release<Sharing>(place.stage, f.lane);
   }
 }
 

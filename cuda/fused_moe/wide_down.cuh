@@ -47,7 +47,8 @@ struct WideDownTask {
       if constexpr (!kHasBlocks) {
         factor = a.weights.act_scale_of(tile.expert) * a.weights.down_scale[tile.expert];
       }
-      multiply_wide<kHasBlocks ? 1 : 0, Rows>(memory, turns, f, place, totals);
+      multiply_wide<kHasBlocks ? 1 : 0, wide_sharing(format), Rows>(memory, turns, f, place,
+                                                                    totals);
       stage<Rows>(factor, totals);
       write();
     }
@@ -148,8 +149,9 @@ __device__ __forceinline__ void multiply_down(const WideMemory& memory, const Pr
 
 // By two warps.
 __device__ __forceinline__ void copy_down_scales(const WideMemory& memory, const Problem& p,
-                                                 const WideDown& a, WideWalk<1> walk, int turns,
-                                                 int warp, int lane) {
+                                                 const WideDown& a,
+                                                 WideWalk<wide_sharing(Format::kBlock)> walk,
+                                                 int turns, int warp, int lane) {
   WideScales<1> scales(memory, warp, lane);
   const int hidden_blocks = ceil_div(p.hidden, kBlock);
   Tile tile;

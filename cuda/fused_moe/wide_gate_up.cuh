@@ -76,7 +76,8 @@ struct WideGateUpTask {
       multiply_wide_bf16<wide_sharing(format), Rows>(memory, turns, f, place, totals);
       write_rounded<Rows>(totals);
     } else {
-      multiply_wide<kHasBlocks ? 2 : 0, Rows>(memory, turns, f, place, totals);
+      multiply_wide<kHasBlocks ? 2 : 0, wide_sharing(format), Rows>(memory, turns, f, place,
+                                                                    totals);
       requantize<Rows>(totals);
     }
   }
