@@ -218,7 +218,8 @@ def test_sizes_are_those_of_the_kernels() -> None:
 
 @pytest.mark.parametrize("hidden", [16, 112, 128, 144, 4096])
 def test_outputs_have_room_for_sorted_rows(hidden: int) -> None:
-    """The wide products read x in e4m3 with its scales where outputs will lie."""
+    """The wide products read x where outputs will lie: in bf16, or in e4m3 with its scales."""
+    assert heuristics.outputs_width(hidden, 16, is_block=False, is_bf16=True) >= hidden
     for is_block in (False, True):
         width = heuristics.outputs_width(hidden, 16, is_block=is_block, is_bf16=False)
         assert hidden + 4 * -(-hidden // 128) <= 2 * width

@@ -311,6 +311,9 @@ _PATHS = {
         "many pairs": functools.partial(_moe_kernel, launches=5, tokens=1026),
         "wide": functools.partial(_moe_kernel, **WIDE_MOE),
         "wide, blocks": functools.partial(_moe_kernel, block_rows=128, **WIDE_MOE),
+        "wide, bf16": functools.partial(
+            _moe_kernel, is_bf16=True, launches=5, tokens=1025, num_experts=34, inter=256
+        ),
     },
     "prefill_attention": {
         "bf16": functools.partial(_prefill_attention, dim=64, dtype=jnp.bfloat16),
