@@ -63,13 +63,13 @@ struct WideMemory {
   }
   __device__ __forceinline__ SharedAddress factors() const { return start + largest_at(3); }
 
-  // By one thread. Sharing: CTAs that wait for each other's stages. Exchanging: threads that tell
-  // each other magnitudes.
-  __device__ __forceinline__ void init(int arrivals_to_fill, int sharing, int exchanging) const {
+  // By one thread. Arrivals that fill and empty a stage. Exchanging: threads that tell each other
+  // magnitudes.
+  __device__ __forceinline__ void init(int to_fill, int to_empty, int exchanging) const {
 #pragma unroll 1
     for (int i = 0; i < layout.stages; ++i) {
-      init_barrier(full(i), arrivals_to_fill);
-      init_barrier(empty(i), sharing * kWideConsumerWarps);
+      init_barrier(full(i), to_fill);
+      init_barrier(empty(i), to_empty);
     }
     init_barrier(start + exchanged_at(), exchanging);
     fence_barrier_init();

@@ -4,6 +4,7 @@
 #include "fused_moe/launch_kernel.h"
 #include "fused_moe/maps.h"
 #include "fused_moe/wide_down.cuh"
+#include "fused_moe/wide_rows_down.cuh"
 
 namespace jax_hpc::fused_moe {
 namespace {
@@ -13,19 +14,20 @@ struct Maps {
   CUtensorMap act;
 };
 
-template <Format format>
-cudaError_t launch_as(const Problem& p, const Config& config, const WideDown& arrays,
-                      const Maps& maps, bool overlaps_previous, int num_sms, cudaStream_t stream) {
+template <Format format, class Kernel>
+cudaError_t launch_as(Kernel kernel, int threads, const Problem& p, const Config& config,
+                      const WideDown& arrays, const Maps& maps, bool overlaps_previous, int num_sms,
+                      cudaStream_t stream) {
   constexpr int kCluster = wide_sharing(format);
   const int64_t tasks = max_tiles(p, config) * ceil_div(p.hidden, kCluster * kWideWeightRows);
   if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
   const int64_t clusters = std::min<int64_t>(tasks, num_sms / kCluster);
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(clusters * kCluster)),
-                          .threads = kWideThreads,
+                          .threads = threads,
                           .shared_bytes = arrays.layout.total,
                           .cluster = kCluster,
                           .overlaps_previous = overlaps_previous};
-  return launch_kernel(wide_down_kernel<format>, shape, stream, p, arrays, maps.weights, maps.act);
+  return launch_kernel(kernel, shape, stream, p, arrays, maps.weights, maps.act);
 }
 
 }  // namespace
@@ -39,20 +41,22 @@ cudaError_t launch_wide_down(const Problem& p, const Config& config, const Index
   status = make_sorted_map(p, p.inter, rows.act, &maps.act);
   if (status != cudaSuccess) return status;
   const bool has_blocks = p.format == Format::kBlock;
-  const bool is_bf16 = p.format == Format::kBf16;
-  const WideDown arrays{
-      index, weights, rows,
-      WideLayout(config.tile_rows, has_blocks ? kWideDownScales : 0,
-                 is_bf16 ? WideDownChunks::kBytes : config.tile_rows * kWideDownStaged),
-      weight_policy(p, config)};
+  const int staged = p.format == Format::kTensor ? config.tile_rows * kWideDownStaged
+                     : has_blocks                ? kRowStagedBytes
+                                                 : WideDownChunks::kBytes;
+  const WideDown arrays{index, weights, rows,
+                        WideLayout(config.tile_rows, has_blocks ? kWideDownScales : 0, staged),
+                        weight_policy(p, config)};
   switch (p.format) {
     case Format::kTensor:
-      return launch_as<Format::kTensor>(p, config, arrays, maps, overlaps_previous, num_sms,
-                                        stream);
+      return launch_as<Format::kTensor>(wide_down_kernel<Format::kTensor>, kWideThreads, p, config,
+                                        arrays, maps, overlaps_previous, num_sms, stream);
     case Format::kBlock:
-      return launch_as<Format::kBlock>(p, config, arrays, maps, overlaps_previous, num_sms, stream);
+      return launch_as<Format::kBlock>(wide_row_down_kernel, kRowThreads, p, config, arrays, maps,
+                                       overlaps_previous, num_sms, stream);
     case Format::kBf16:
-      return launch_as<Format::kBf16>(p, config, arrays, maps, overlaps_previous, num_sms, stream);
+      return launch_as<Format::kBf16>(wide_down_kernel<Format::kBf16>, kWideThreads, p, config,
+                                      arrays, maps, overlaps_previous, num_sms, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -177,7 +177,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const WideMemory memory(wide_down_memory, a.layout);
   if (threadIdx.x == 0) {
-    memory.init(kHasBlocks ? 2 + kWideScaleArrivals : 2, kSharing, kWideConsumers);
+    memory.init(kHasBlocks ? 2 + kWideScaleArrivals : 2, kSharing * kWideConsumerWarps,
+                kWideConsumers);
   }
   meet_cluster<kSharing>();
   // The index was written two kernels ago, and weights by none; the intermediate just now.

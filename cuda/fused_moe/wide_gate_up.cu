@@ -4,6 +4,7 @@
 #include "fused_moe/launch_kernel.h"
 #include "fused_moe/maps.h"
 #include "fused_moe/wide_gate_up.cuh"
+#include "fused_moe/wide_rows_gate_up.cuh"
 
 namespace jax_hpc::fused_moe {
 namespace {
@@ -13,20 +14,19 @@ struct Maps {
   CUtensorMap rows;
 };
 
-template <Format format>
-cudaError_t launch_as(const Problem& p, const Config& config, const WideGateUp& arrays,
-                      const Maps& maps, bool overlaps_previous, int num_sms, cudaStream_t stream) {
-  constexpr int kCluster = kWideCluster<format>;
+template <int kCluster, class Kernel>
+cudaError_t launch_as(Kernel kernel, int threads, const Problem& p, const Config& config,
+                      const WideGateUp& arrays, const Maps& maps, bool overlaps_previous,
+                      int num_sms, cudaStream_t stream) {
   const int64_t tasks = max_tiles(p, config) * ceil_div(p.inter, kCluster * kWideColumns);
   if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
   const int64_t clusters = std::min<int64_t>(tasks, num_sms / kCluster);
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(clusters * kCluster)),
-                          .threads = kWideThreads,
+                          .threads = threads,
                           .shared_bytes = arrays.layout.total,
                           .cluster = kCluster,
                           .overlaps_previous = overlaps_previous};
-  return launch_kernel(wide_gate_up_kernel<format>, shape, stream, p, arrays, maps.weights,
-                       maps.rows);
+  return launch_kernel(kernel, shape, stream, p, arrays, maps.weights, maps.rows);
 }
 
 }  // namespace
@@ -41,23 +41,27 @@ cudaError_t launch_wide_gate_up(const Problem& p, const Config& config, const In
   status = make_sorted_map(p, p.hidden, sorted.values, &maps.rows);
   if (status != cudaSuccess) return status;
   const bool has_blocks = p.format == Format::kBlock;
-  const bool is_bf16 = p.format == Format::kBf16;
-  const WideGateUp arrays{
-      index,
-      sorted,
-      weights,
-      rows,
-      WideLayout(config.tile_rows, has_blocks ? kWideGateUpScales : 0,
-                 is_bf16 ? WideActChunks::kBytes : config.tile_rows * kWideStagedBytes),
-      weight_policy(p, config)};
+  const int staged = p.format == Format::kTensor ? config.tile_rows * kWideStagedBytes
+                     : has_blocks                ? kRowStagedBytes
+                                                 : WideActChunks::kBytes;
+  const WideGateUp arrays{index,
+                          sorted,
+                          weights,
+                          rows,
+                          WideLayout(config.tile_rows, has_blocks ? kWideGateUpScales : 0, staged),
+                          weight_policy(p, config)};
   switch (p.format) {
     case Format::kTensor:
-      return launch_as<Format::kTensor>(p, config, arrays, maps, overlaps_previous, num_sms,
-                                        stream);
+      return launch_as<wide_sharing(Format::kTensor)>(wide_gate_up_kernel<Format::kTensor>,
+                                                      kWideThreads, p, config, arrays, maps,
+                                                      overlaps_previous, num_sms, stream);
     case Format::kBlock:
-      return launch_as<Format::kBlock>(p, config, arrays, maps, overlaps_previous, num_sms, stream);
+      return launch_as<kRowCluster>(wide_row_gate_up_kernel, kRowThreads, p, config, arrays, maps,
+                                    overlaps_previous, num_sms, stream);
     case Format::kBf16:
-      return launch_as<Format::kBf16>(p, config, arrays, maps, overlaps_previous, num_sms, stream);
+      return launch_as<wide_sharing(Format::kBf16)>(wide_gate_up_kernel<Format::kBf16>,
+                                                    kWideThreads, p, config, arrays, maps,
+                                                    overlaps_previous, num_sms, stream);
   }
   return cudaErrorInvalidValue;
 }

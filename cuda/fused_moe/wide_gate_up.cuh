@@ -273,7 +273,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const WideMemory memory(wide_gate_up_memory, a.layout);
   if (threadIdx.x == 0) {
-    memory.init(kHasBlocks ? 2 + kWideScaleArrivals : 2, kSharing, kCluster * kWideConsumers);
+    memory.init(kHasBlocks ? 2 + kWideScaleArrivals : 2, kSharing * kWideConsumerWarps,
+                kCluster * kWideConsumers);
   }
   if (kHasBlocks && threadIdx.x < kWideMostRows) {
 #pragma unroll

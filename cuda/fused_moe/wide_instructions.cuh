@@ -59,6 +59,12 @@ __device__ __forceinline__ void cluster_arrive() {
 __device__ __forceinline__ void store_shared_byte(SharedAddress to, uint32_t value) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
+__device__ __forceinline__ void store_shared_half(SharedAddress to, uint32_t value) {
+  asm volatile(
+      "{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nst.shared.b16 [%0], low;\n}\n" ::"r"(to),
+      "r"(value)
+      : "memory");
+}
 __device__ __forceinline__ void store_shared_pair(SharedAddress to, float2 value) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(value.x), "f"(value.y) : "memory");
 }
@@ -78,6 +84,13 @@ __device__ __forceinline__ uint4 load_shared_words(SharedAddress from) {
 // 2 (l % 4) and the next: column i of matrix m, 16 bytes, goes where lane 8 m + i says.
 __device__ __forceinline__ void store_transposed(SharedAddress to, uint4 matrices) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(matrices.x), "r"(matrices.y), "r"(matrices.z), "r"(matrices.w)
+               : "memory");
+}
+
+// The same as they are: row i of matrix m goes where lane 8 m + i says.
+__device__ __forceinline__ void store_matrices(SharedAddress to, uint4 matrices) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                "r"(matrices.x), "r"(matrices.y), "r"(matrices.z), "r"(matrices.w)
                : "memory");
 }
