@@ -56,7 +56,7 @@ struct Config {
   // all SMs busy.
   int gate_up_pieces;
   // The products for many rows an expert (wide.cuh): tiles of a multiple of 32 rows, up to 192, of
-  // kBf16 256, and of kBlock blocks of 128 rows.
+  // kBf16 256, and of kBlock a multiple of 64, with blocks of 128 rows.
   bool is_wide = false;
 };
 

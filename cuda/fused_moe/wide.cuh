@@ -20,15 +20,11 @@ constexpr int kWideConsumerWarps = kWideConsumers / kWarpSize;
 constexpr int kWideThreads = kWideConsumers + kWarpgroup;
 constexpr int kWideWeightWarp = kWideConsumerWarps;
 constexpr int kWideRowWarp = kWideWeightWarp + 1;
-constexpr int kWideScaleWarp = kWideRowWarp + 1;  // and the next
-constexpr int kWideScaleWarps = 2;
-constexpr int kWideScaleArrivals = kWideScaleWarps * kWarpSize;  // of a stage
 constexpr int kWideConsumerRegisters = 232;
 constexpr int kWideProducerRegisters = 40;
 
-// Barriers of the CTA's threads.
+// Barriers of a warpgroup's threads.
 constexpr int kGroupBarrier = 1;  // and the next, of one warpgroup
-constexpr int kConsumerBarrier = 3;
 
 struct WideMemory {
   SharedAddress start;
@@ -56,22 +52,18 @@ struct WideMemory {
     return start + layout.control_at + stage * 16;
   }
   __device__ __forceinline__ SharedAddress empty(int stage) const { return full(stage) + 8; }
-  __device__ __forceinline__ int exchanged_at() const { return layout.control_at + 128; }
-  // Words of the tokens, three sets in turn, and one more.
-  __device__ __forceinline__ int largest_at(int turn) const {
-    return layout.control_at + 256 + turn * kWideMostRows * 4;
+  // Of what CTAs of a cluster tell each other.
+  __device__ __forceinline__ SharedAddress exchange() const {
+    return start + layout.control_at + kWideBarrierBytes;
   }
-  __device__ __forceinline__ SharedAddress factors() const { return start + largest_at(3); }
 
-  // By one thread. Arrivals that fill and empty a stage. Exchanging: threads that tell each other
-  // magnitudes.
-  __device__ __forceinline__ void init(int to_fill, int to_empty, int exchanging) const {
+  // By one thread. Arrivals that fill and empty a stage.
+  __device__ __forceinline__ void init(int to_fill, int to_empty) const {
 #pragma unroll 1
     for (int i = 0; i < layout.stages; ++i) {
       init_barrier(full(i), to_fill);
       init_barrier(empty(i), to_empty);
     }
-    init_barrier(start + exchanged_at(), exchanging);
     fence_barrier_init();
   }
   // Tells that this warp, all of it, is done with a stage, in all CTAs whose copies fill it.
@@ -175,92 +167,6 @@ __device__ __forceinline__ void copy_wide_rows(const WideMemory& memory, Walk wa
   }
 }
 
-// Scales of a task's tokens and weights, multiplied beforehand: Count products of a token, with as
-// many weights. By two warps, whose lanes have three tokens each; those of the next turn are read
-// before there is room for them.
-template <int Count>
-class WideScales {
- public:
-  __device__ __forceinline__ WideScales(const WideMemory& memory, int warp, int lane)
-      : memory_(memory), first_(warp * kWarpSize + lane) {}
-
-  // Of turn i, token scales lie `stride` floats apart.
-  __device__ __forceinline__ void copy_task(const float* rows, int stride, int tokens,
-                                            const float* const (&weights)[Count], int turns) {
-    read(rows, stride, tokens, weights, 0);
-#pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn, place_.advance(memory_.layout.stages)) {
-      float row[kTokens];
-      float weight[Count];
-#pragma unroll
-      for (int i = 0; i < kTokens; ++i) row[i] = next_row_[i];
-#pragma unroll
-      for (int i = 0; i < Count; ++i) weight[i] = next_weight_[i];
-      if (turn + 1 < turns) read(rows, stride, tokens, weights, turn + 1);
-      wait(memory_.empty(place_.stage), place_.parity ^ 1);
-      const SharedAddress to = memory_.scales(place_.stage);
-#pragma unroll
-      for (int i = 0; i < kTokens; ++i) {
-        const int token = first_ + i * kStride;
-        if (token * Count * 4 >= memory_.layout.scale_bytes) continue;
-        if constexpr (Count == 2) {
-          store_shared_pair(to + token * 8, {row[i] * weight[0], row[i] * weight[1]});
-        } else {
-          store_shared_float(to + token * 4, row[i] * weight[0]);
-        }
-      }
-      // All that wrote arrive: racecheck credits a lane that arrives for others with its own alone.
-      arrive(memory_.full(place_.stage));
-    }
-  }
-
- private:
-  static constexpr int kStride = kWideScaleWarps * kWarpSize;
-  static constexpr int kTokens = kWideMostRows / kStride;
-
-  __device__ __forceinline__ void read(const float* rows, int stride, int tokens,
-                                       const float* const (&weights)[Count], int turn) {
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-      const int token = first_ + i * kStride;
-      next_row_[i] = token < tokens ? rows[int64_t{token} * stride + turn] : 0.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < Count; ++i) next_weight_[i] = weights[i][turn];
-  }
-
-  const WideMemory& memory_;
-  int first_;
-  WidePlace place_;
-  float next_row_[kTokens];
-  float next_weight_[Count];
-};
-
-// Of no scale, of one of each token, and of two: of gate rows and of up rows.
-template <int Count, int Rows>
-__device__ __forceinline__ void add_wide(SharedAddress scales, const Fragment& f,
-                                         const float (&sums)[Rows / 2], float (&totals)[Rows / 2]) {
-#pragma unroll
-  for (int j = 0; j < Rows / 8; ++j) {
-    if constexpr (Count == 0) {
-#pragma unroll
-      for (int i = 4 * j; i < 4 * j + 4; ++i) totals[i] += sums[i];
-    } else if constexpr (Count == 1) {
-      const float2 scale = load_shared_pair(scales + (8 * j + f.token0) * 4);
-      totals[4 * j] += sums[4 * j] * scale.x;
-      totals[4 * j + 1] += sums[4 * j + 1] * scale.y;
-      totals[4 * j + 2] += sums[4 * j + 2] * scale.x;
-      totals[4 * j + 3] += sums[4 * j + 3] * scale.y;
-    } else {
-      const float4 scale = load_shared(scales + (8 * j + f.token0) * 8);
-      totals[4 * j] += sums[4 * j] * scale.x;
-      totals[4 * j + 1] += sums[4 * j + 1] * scale.z;
-      totals[4 * j + 2] += sums[4 * j + 2] * scale.y;
-      totals[4 * j + 3] += sums[4 * j + 3] * scale.w;
-    }
-  }
-}
-
 // A task's products of bf16. Those of a stage are asked for before those of the one before are
 // waited for.
 template <int Sharing, int Rows>
@@ -292,7 +198,7 @@ __device__ __forceinline__ void multiply_wide_bf16(const WideMemory& memory, int
 }
 
 // A task's products.
-template <int Count, int Sharing, int Rows>
+template <int Sharing, int Rows>
 __device__ __forceinline__ void multiply_wide(const WideMemory& memory, int turns,
                                               const Fragment& f, WidePlace& place,
                                               float (&totals)[Rows / 2]) {
@@ -308,9 +214,9 @@ __device__ __forceinline__ void multiply_wide(const WideMemory& memory, int turn
     wgmma_commit();
     wgmma_wait<0>();
     hold_all(sums);
-    if constexpr (Count == 0) memory.release<Sharing>(place.stage, f.lane);
-    add_wide<Count, Rows>(memory.scales(place.stage), f, sums, totals);
-    if constexpr (Count > 0) memory.release<Sharing>(place.stage, f.lane);
+    memory.release<Sharing>(place.stage, f.lane);
+#pragma unroll
+    for (int i = 0; i < Rows / 2; ++i) totals[i] += sums[i];
   }
 }
 

@@ -45,7 +45,7 @@ cudaError_t launch_wide_down(const Problem& p, const Config& config, const Index
                      : has_blocks                ? kRowStagedBytes
                                                  : WideDownChunks::kBytes;
   const WideDown arrays{index, weights, rows,
-                        WideLayout(config.tile_rows, has_blocks ? kWideDownScales : 0, staged),
+                        WideLayout(config.tile_rows, has_blocks ? kDownScales : 0, staged),
                         weight_policy(p, config)};
   switch (p.format) {
     case Format::kTensor:

@@ -9,7 +9,6 @@
 
 namespace jax_hpc::fused_moe {
 
-constexpr int kWideDownScales = sizeof(float);  // of a token, kBlock
 // A warpgroup's results of a token, and what puts those of eight tokens into different banks.
 constexpr int kWideTokenBytes = kWeightRows * 2 + 16;
 constexpr int kWideDownStaged = kWideGroups * kWideTokenBytes;
@@ -42,13 +41,8 @@ struct WideDownTask {
       multiply_wide_bf16<wide_sharing(format), Rows>(memory, turns, f, place, totals);
       write_floats<Rows>(totals);
     } else {
-      constexpr bool kHasBlocks = format == Format::kBlock;
-      float factor = 1.0f;
-      if constexpr (!kHasBlocks) {
-        factor = a.weights.act_scale_of(tile.expert) * a.weights.down_scale[tile.expert];
-      }
-      multiply_wide<kHasBlocks ? 1 : 0, wide_sharing(format), Rows>(memory, turns, f, place,
-                                                                    totals);
+      const float factor = a.weights.act_scale_of(tile.expert) * a.weights.down_scale[tile.expert];
+      multiply_wide<wide_sharing(format), Rows>(memory, turns, f, place, totals);
       stage<Rows>(factor, totals);
       write();
     }
@@ -147,39 +141,17 @@ __device__ __forceinline__ void multiply_down(const WideMemory& memory, const Pr
   }
 }
 
-// By two warps.
-__device__ __forceinline__ void copy_down_scales(const WideMemory& memory, const Problem& p,
-                                                 const WideDown& a,
-                                                 WideWalk<wide_sharing(Format::kBlock)> walk,
-                                                 int turns, int warp, int lane) {
-  WideScales<1> scales(memory, warp, lane);
-  const int hidden_blocks = ceil_div(p.hidden, kBlock);
-  Tile tile;
-  int part;
-  while (walk.next(tile, part)) {
-    const float* weight =
-        a.weights.down_block_scale + (int64_t{tile.expert} * hidden_blocks + part) * turns;
-    scales.copy_task(a.rows.act_scale + int64_t{tile.first_row} * turns, turns, tile.rows, {weight},
-                     turns);
-  }
-}
-
 // Grid: any number of clusters, which share the tasks.
 template <Format format>
 __global__ void __launch_bounds__(kWideThreads, 1)
     wide_down_kernel(const __grid_constant__ Problem p, const __grid_constant__ WideDown a,
                      const __grid_constant__ CUtensorMap weight_map,
                      const __grid_constant__ CUtensorMap row_map) {
-  constexpr bool kHasBlocks = format == Format::kBlock;
   constexpr int kSharing = wide_sharing(format);
   extern __shared__ uint8_t wide_down_memory[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const WideMemory memory(wide_down_memory, a.layout);
-  if (threadIdx.x == 0) {
-    memory.init(kHasBlocks ? 2 + kWideScaleArrivals : 2, kSharing * kWideConsumerWarps,
-                kWideConsumers);
-  }
+  if (threadIdx.x == 0) memory.init(2, kSharing * kWideConsumerWarps);
   meet_cluster<kSharing>();
   // The index was written two kernels ago, and weights by none; the intermediate just now.
   const WideWalk<kSharing> walk(a.index, p.hidden, kWideWeightRows);
@@ -194,11 +166,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     } else {
       wait_for_previous_kernel();
       let_next_kernel_start();
-      if (warp == kWideRowWarp) {
-        if (elect_one()) copy_wide_rows<kSharing>(memory, walk, turns, &row_map);
-      } else if constexpr (kHasBlocks) {
-        copy_down_scales(memory, p, a, walk, turns, warp - kWideScaleWarp, lane);
-      }
+      if (warp == kWideRowWarp && elect_one())
+        copy_wide_rows<kSharing>(memory, walk, turns, &row_map);
     }
   } else {
     take_registers<kWideConsumerRegisters>();

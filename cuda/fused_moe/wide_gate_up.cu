@@ -48,7 +48,7 @@ cudaError_t launch_wide_gate_up(const Problem& p, const Config& config, const In
                           sorted,
                           weights,
                           rows,
-                          WideLayout(config.tile_rows, has_blocks ? kWideGateUpScales : 0, staged),
+                          WideLayout(config.tile_rows, has_blocks ? kGateUpScales : 0, staged),
                           weight_policy(p, config)};
   switch (p.format) {
     case Format::kTensor:

@@ -39,19 +39,6 @@ __device__ __forceinline__ void arrive_after_reads(SharedAddress barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// An arrival at a barrier of any CTA of the cluster, whose address is of address_in_cluster, after
-// everything that this warp has written to the cluster: it waits for the memory system.
-__device__ __forceinline__ void arrive_after_writes(SharedAddress barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
-               : "memory");
-}
-
-// Raises a word of any CTA of the cluster to at least `value`.
-__device__ __forceinline__ void raise_in_cluster(SharedAddress word, uint32_t value) {
-  asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(word), "r"(value)
-               : "memory");
-}
-
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }

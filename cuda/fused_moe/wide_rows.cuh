@@ -18,6 +18,8 @@ constexpr int kRowThreads = kRowConsumers + kWarpgroup;
 constexpr int kRowWeightWarp = kRowConsumerWarps;
 constexpr int kRowRowWarp = kRowWeightWarp + 1;
 constexpr int kRowScaleWarp = kRowRowWarp + 1;  // and the next
+constexpr int kScaleWarps = 2;
+constexpr int kScaleArrivals = kScaleWarps * kWarpSize;  // of a stage
 constexpr int kRowConsumerRegisters = 160;
 constexpr int kRowProducerRegisters = 32;
 constexpr int kRowsOfGroup = 64;
@@ -31,6 +33,67 @@ constexpr int kRowStagedToken = 64;
 constexpr int kRowStagedStride = kRowStagedToken + 16;
 constexpr int kRowStagedWarp = kRowsOfWarp * kRowStagedStride;
 constexpr int kRowStagedBytes = kRowConsumerWarps * kRowStagedWarp;
+
+// Scales of a task's tokens and weights, multiplied beforehand: Count products of a token, with as
+// many weights. By two warps, whose lanes have three tokens each; those of the next turn are read
+// before there is room for them.
+template <int Count>
+class TaskScales {
+ public:
+  __device__ __forceinline__ TaskScales(const WideMemory& memory, int warp, int lane)
+      : memory_(memory), first_(warp * kWarpSize + lane) {}
+
+  // Of turn i, token scales lie `stride` floats apart.
+  __device__ __forceinline__ void copy_task(const float* rows, int stride, int tokens,
+                                            const float* const (&weights)[Count], int turns) {
+    read(rows, stride, tokens, weights, 0);
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn, place_.advance(memory_.layout.stages)) {
+      float row[kTokens];
+      float weight[Count];
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) row[i] = next_row_[i];
+#pragma unroll
+      for (int i = 0; i < Count; ++i) weight[i] = next_weight_[i];
+      if (turn + 1 < turns) read(rows, stride, tokens, weights, turn + 1);
+      wait(memory_.empty(place_.stage), place_.parity ^ 1);
+      const SharedAddress to = memory_.scales(place_.stage);
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) {
+        const int token = first_ + i * kStride;
+        if (token * Count * 4 >= memory_.layout.scale_bytes) continue;
+        if constexpr (Count == 2) {
+          store_shared_pair(to + token * 8, {row[i] * weight[0], row[i] * weight[1]});
+        } else {
+          store_shared_float(to + token * 4, row[i] * weight[0]);
+        }
+      }
+      // All that wrote arrive: racecheck credits a lane that arrives for others with its own alone.
+      arrive(memory_.full(place_.stage));
+    }
+  }
+
+ private:
+  static constexpr int kStride = kScaleWarps * kWarpSize;
+  static constexpr int kTokens = kWideMostRows / kStride;
+
+  __device__ __forceinline__ void read(const float* rows, int stride, int tokens,
+                                       const float* const (&weights)[Count], int turn) {
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      const int token = first_ + i * kStride;
+      next_row_[i] = token < tokens ? rows[int64_t{token} * stride + turn] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < Count; ++i) next_weight_[i] = weights[i][turn];
+  }
+
+  const WideMemory& memory_;
+  int first_;
+  WidePlace place_;
+  float next_row_[kTokens];
+  float next_weight_[Count];
+};
 
 // A consumer's thread holds, of each eight columns, two products of a token and two of the token
 // eight below, in columns 2 * (lane % 4) and the next.

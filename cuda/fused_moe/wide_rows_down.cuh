@@ -7,6 +7,8 @@
 
 namespace jax_hpc::fused_moe {
 
+constexpr int kDownScales = sizeof(float);  // bytes of a token
+
 // A warp's results, 32 hidden values at a time.
 __device__ __forceinline__ void write_row_outputs(const WideMemory& memory, const Problem& p,
                                                   const WideDown& a, const RowFragment& f,
@@ -49,6 +51,25 @@ __device__ __forceinline__ void multiply_row_down(const WideMemory& memory, cons
   }
 }
 
+// By two warps.
+__device__ __forceinline__ void copy_down_scales(const WideMemory& memory, const Problem& p,
+                                                 const WideDown& a,
+                                                 WideWalk<wide_sharing(Format::kBlock)> walk,
+                                                 int turns, int warp, int lane) {
+  TaskScales<1> scales(memory, warp, lane);
+  const int hidden_blocks = ceil_div(p.hidden, kBlock);
+  Tile tile;
+  int part;
+  while (walk.next(tile, part)) {
+    // A CTA without hidden values has zeros of weights.
+    const int block = min(part, hidden_blocks - 1);
+    const float* weight =
+        a.weights.down_block_scale + (int64_t{tile.expert} * hidden_blocks + block) * turns;
+    scales.copy_task(a.rows.act_scale + int64_t{tile.first_row} * turns, turns, tile.rows, {weight},
+                     turns);
+  }
+}
+
 // Grid: any number of clusters, which share the tasks.
 static __global__ void __launch_bounds__(kRowThreads, 1)
     wide_row_down_kernel(const __grid_constant__ Problem p, const __grid_constant__ WideDown a,
@@ -59,7 +80,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const WideMemory memory(wide_row_down_memory, a.layout);
-  if (threadIdx.x == 0) memory.init(2 + kWideScaleArrivals, kSharing * kRowConsumerWarps, 1);
+  if (threadIdx.x == 0) memory.init(2 + kScaleArrivals, kSharing * kRowConsumerWarps);
   meet_cluster<kSharing>();
   // The index was written two kernels ago, and weights by none; the intermediate just now.
   const WideWalk<kSharing> walk(a.index, p.hidden, kWideWeightRows);

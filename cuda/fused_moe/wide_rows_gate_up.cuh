@@ -13,6 +13,7 @@
 namespace jax_hpc::fused_moe {
 
 constexpr int kRowCluster = 2;
+constexpr int kGateUpScales = 2 * sizeof(float);                  // bytes of a token
 constexpr int kExchanges = 2;                                     // of a warp, in turn
 constexpr int kExchangedBytes = kRowsOfWarp * 4;                  // of a warp
 constexpr int kExchangedAt = kRowConsumerWarps * kExchanges * 8;  // behind the barriers
@@ -25,7 +26,7 @@ struct Exchange {
   uint32_t parity;
 
   __device__ __forceinline__ Exchange(const WideMemory& memory, int warp, int number) {
-    const SharedAddress start = memory.start + memory.largest_at(0);
+    const SharedAddress start = memory.exchange();
     const int place = warp * kExchanges + number % kExchanges;
     barrier = start + place * 8;
     magnitudes = start + kExchangedAt + place * kExchangedBytes;
@@ -127,6 +128,25 @@ __device__ __forceinline__ void multiply_row_gate_up(const WideMemory& memory, c
   }
 }
 
+// By two warps.
+template <class Walk>
+__device__ __forceinline__ void copy_gate_up_scales(const WideMemory& memory, const Problem& p,
+                                                    const WideGateUp& a, Walk walk, int turns,
+                                                    int warp, int lane) {
+  TaskScales<2> scales(memory, warp, lane);
+  const int row_blocks = ceil_div(p.inter, kBlock);
+  Tile tile;
+  int part;
+  while (walk.next(tile, part)) {
+    // A CTA without columns has zeros of weights.
+    const int block = min(part * kWideColumns, p.inter - 1) / kBlock;
+    const float* gate =
+        a.weights.gate_up_block_scale + (int64_t{tile.expert} * 2 * row_blocks + block) * turns;
+    scales.copy_task(a.sorted.scale + int64_t{tile.first_row} * turns, turns, tile.rows,
+                     {gate, gate + int64_t{row_blocks} * turns}, turns);
+  }
+}
+
 // Grid: any number of clusters, which share the tasks.
 static __global__ void __launch_bounds__(kRowThreads, 1)
     wide_row_gate_up_kernel(const __grid_constant__ Problem p, const __grid_constant__ WideGateUp a,
@@ -140,9 +160,9 @@ static __global__ void __launch_bounds__(kRowThreads, 1)
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < kRowConsumerWarps * kExchanges; ++i) {
-      init_barrier(memory.start + memory.largest_at(0) + i * 8, 1);
+      init_barrier(memory.exchange() + i * 8, 1);
     }
-    memory.init(2 + kWideScaleArrivals, kSharing * kRowConsumerWarps, 1);
+    memory.init(2 + kScaleArrivals, kSharing * kRowConsumerWarps);
   }
   meet_cluster<kRowCluster>();
   // The index and the sorted rows were written just now.

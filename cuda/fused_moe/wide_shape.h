@@ -25,6 +25,11 @@ __host__ __device__ constexpr int wide_sharing(Format format) {
   return format == Format::kBf16 ? 2 : 1;
 }
 
+// Behind the stages: their barriers, and what two CTAs tell each other, with its barriers.
+constexpr int kWideMostStages = 8;
+constexpr int kWideBarrierBytes = kWideMostStages * 16;
+constexpr int kWideExchangeBytes = 12 * 2 * (8 + 64);  // of each warp, two places in turn
+
 // Scales: bytes of a token's scales in a stage. Staged: bytes of results that are gathered before
 // they are written.
 struct WideLayout {
@@ -39,14 +44,13 @@ struct WideLayout {
   __host__ __device__ int rows() const { return stage_bytes / kBlock - kWideWeightRows; }
 
   WideLayout(int rows, int scales, int staged) {
-    constexpr int kMostStages = 8;
     constexpr int kAlignment = 1024;
     constexpr int kShared = 227 * 1024;
-    constexpr int kControl = 256 + 4 * kWideMostRows * 4;
+    constexpr int kControl = kWideBarrierBytes + kWideExchangeBytes;
     stage_bytes = (kWideWeightRows + rows) * kBlock;
     scale_bytes = rows * scales;
     const int left = kShared - kAlignment - kControl - staged;
-    stages = std::min(kMostStages, left / (stage_bytes + scale_bytes));
+    stages = std::min(kWideMostStages, left / (stage_bytes + scale_bytes));
     scales_at = stages * stage_bytes;
     staged_at = scales_at + stages * scale_bytes;
     control_at = staged_at + staged;
