@@ -17,6 +17,7 @@ constexpr int kGateUpScales = 2 * sizeof(float);                  // bytes of a 
 constexpr int kExchanges = 2;                                     // of a warp, in turn
 constexpr int kExchangedBytes = kRowsOfWarp * 4;                  // of a warp
 constexpr int kExchangedAt = kRowConsumerWarps * kExchanges * 8;  // behind the barriers
+static_assert(kRowConsumerWarps * kExchanges * (8 + kExchangedBytes) == kWideExchangeBytes);
 
 // Where a warp's exchange `number` lies: its barrier and its magnitudes, pairs of tokens eight
 // apart.
