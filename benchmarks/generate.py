@@ -150,8 +150,13 @@ def _run_layer(
 
 
 def spread(model: Decoder, sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Distinct experts of a decode step's batch: mean and least over layers, and if uniform."""
+    """Distinct experts of a decode step's batch: mean and least over layers, and if uniform.
+
+    Nothing of a model without experts, such as the first, dense layer of Hy3.
+    """
     config = model.config
+    if not any(config.sparse_layers):
+        return {}
     distinct = [len(np.unique(ids)) for ids in last_choices(model, sequences)]
     missed = (1 - config.experts_per_token / config.num_experts) ** len(sequences)
     return {

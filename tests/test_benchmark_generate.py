@@ -115,3 +115,11 @@ def test_random_weights_spread_the_routing():
     sequences = np.random.default_rng(0).integers(0, 64, (16, 24)).tolist()
     found = generate.spread(model, sequences)
     assert found["distinct_experts"] >= 0.8 * found["distinct_uniform"], found
+
+
+def test_a_model_without_experts_has_no_spread():
+    chosen = SMALL["hy3-tp8"]
+    config = chosen.configured("dense", 1)
+    assert config.sparse_layers == (False,)
+    model = chosen.model(config, rngs=nnx.Rngs(0))
+    assert generate.spread(model, [[1, 2, 3]]) == {}

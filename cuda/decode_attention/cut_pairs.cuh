@@ -30,13 +30,14 @@ __device__ __forceinline__ int candidates(const Arguments& a) {
   return kBySchedule ? a.cut.num_ctas : a.problem.batch * a.problem.kv_heads;
 }
 
-// None for an index beyond the last.
+// None for an index beyond the last. Read before the wait, so from L2: the cache of an SM may hold
+// what an earlier step's schedule left there.
 template <bool kBySchedule>
 __device__ __forceinline__ CutPair cut_pair(const Arguments& a, int index) {
   if (index >= candidates<kBySchedule>(a)) return {};
   if constexpr (kBySchedule) {
-    const int last = a.merge_last[index];
-    return {a.span_pair[index + 1], last < 0 ? 0 : last - index + 1, 2 * index + 1, 2};
+    const int last = __ldcg(a.merge_last + index);
+    return {__ldcg(a.span_pair + index + 1), last < 0 ? 0 : last - index + 1, 2 * index + 1, 2};
   } else {
     const Problem& p = a.problem;
     const int length = max(a.kv_lens[a.by_heads.divide(index)], 0);
@@ -62,7 +63,7 @@ __device__ __forceinline__ Heavy find_heavy(const Arguments& a, int* heavy, int*
 #pragma unroll 1
   for (int begin = 0; begin < size; begin += kCombineThreads) {
     const int i = begin + threadIdx.x;
-    const int pieces = i < size ? a.merge_last[i] - i + 1 : 0;
+    const int pieces = i < size ? __ldcg(a.merge_last + i) - i + 1 : 0;
     const bool is_heavy = pieces > kPiecesAtOnce;
     most = max(most, pieces);
     const uint32_t mask = __ballot_sync(~0u, is_heavy);

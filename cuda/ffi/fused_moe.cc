@@ -114,9 +114,7 @@ moe::Workspace take_workspace(const moe::Problem& p, bool quantizes, Optional& t
   w.tiles = reinterpret_cast<moe::Tile*>(take.integers(4 * moe::tile_capacity(p)));
   w.row_token = take.integers(pairs);
   w.pair_row = take.integers(pairs);
-  if (moe::num_counts(p) > 0) {
-    w.counts = static_cast<uint32_t*>(take.result(ffi::U32, moe::num_counts(p)));
-  }
+  w.counts = static_cast<uint32_t*>(take.result(ffi::U32, moe::num_counts(p)));
   if (quantizes) {
     w.x = take.result(ffi::F8E4M3FN, int64_t{p.tokens} * p.hidden);
     if (is_block) {

@@ -50,10 +50,14 @@ constexpr int warpgroups_of(Format format, int tile_rows) {
 
 // How every stage cuts the work. Made by choose() alone (heuristics.h).
 struct Config {
-  int tile_rows;  // rows of a tile: 8, 16, 32, 64 or 128
-  // Pieces of the hidden axis that a gate-up tile multiplies side by side, 1 or 4: with 4 a tile
-  // has 8 columns of the intermediate instead of 32, so that a single token keeps all SMs busy.
+  int tile_rows;  // rows of a tile: 8, 16, 32, 64 or 128, or what is_wide says
+  // Pieces of the hidden axis that a gate-up tile multiplies side by side, 1 or 4: with 4 a
+  // warpgroup's task is 8 columns of the intermediate instead of 32, so that a single token keeps
+  // all SMs busy.
   int gate_up_pieces;
+  // The products for many rows an expert (wide.cuh): tiles of a multiple of 32 rows, up to 192, and
+  // of kBlock blocks of 128 rows.
+  bool is_wide = false;
 };
 
 // A row is a (token, choice) pair whose expert lives on this rank. Rows are ordered by expert, and
@@ -137,7 +141,9 @@ inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
 }
 
 inline std::ostream& operator<<(std::ostream& out, const Config& c) {
-  return out << "tiles of " << c.tile_rows << " rows, " << c.gate_up_pieces << " pieces";
+  out << "tiles of " << c.tile_rows << " rows, ";
+  if (c.is_wide) return out << "wide";
+  return out << c.gate_up_pieces << " pieces";
 }
 
 }  // namespace jax_hpc::fused_moe

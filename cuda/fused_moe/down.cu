@@ -67,6 +67,9 @@ cudaError_t launch_shape(const Problem& p, const Config& config, const DownArray
 cudaError_t launch_down(const Problem& p, const Config& config, const Index& index,
                         const Weights& weights, const RowBuffers& rows, bool overlaps_previous,
                         int num_sms, cudaStream_t stream) {
+  if (config.is_wide) {
+    return launch_wide_down(p, config, index, weights, rows, overlaps_previous, num_sms, stream);
+  }
   Maps maps;
   const cudaError_t status = make_maps(p, config, weights.down, rows.act, &maps);
   if (status != cudaSuccess) return status;

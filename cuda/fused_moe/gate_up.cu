@@ -28,6 +28,10 @@ cudaError_t launch_shape(const Problem& p, const Config& config, const GateUpArr
 cudaError_t launch_gate_up(const Problem& p, const Config& config, const Index& index,
                            const TokenRows& x, const Weights& weights, const RowBuffers& rows,
                            bool overlaps_previous, int num_sms, cudaStream_t stream) {
+  if (config.is_wide) {
+    return launch_wide_gate_up(p, config, index, x, weights, rows, overlaps_previous, num_sms,
+                               stream);
+  }
   CUtensorMap map;
   const cudaError_t status = make_gate_up_map(p, config, weights.gate_up, &map);
   if (status != cudaSuccess) return status;

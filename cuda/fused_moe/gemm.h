@@ -20,4 +20,13 @@ cudaError_t launch_down(const Problem& problem, const Config& config, const Inde
                         const Weights& weights, const RowBuffers& rows, bool overlaps_previous,
                         int num_sms, cudaStream_t stream);
 
+// The same with Config::is_wide, and rows of x that lie in the order of the index.
+cudaError_t launch_wide_gate_up(const Problem& problem, const Config& config, const Index& index,
+                                const TokenRows& sorted, const Weights& weights,
+                                const RowBuffers& rows, bool overlaps_previous, int num_sms,
+                                cudaStream_t stream);
+cudaError_t launch_wide_down(const Problem& problem, const Config& config, const Index& index,
+                             const Weights& weights, const RowBuffers& rows, bool overlaps_previous,
+                             int num_sms, cudaStream_t stream);
+
 }  // namespace jax_hpc::fused_moe

@@ -9,11 +9,11 @@
 
 #include "common/launch.h"
 #include "common/ptx.cuh"
-#include "common/wgmma.cuh"
 #include "common/wgmma_fp8.cuh"
 #include "fused_moe/config.h"
 #include "fused_moe/few_pairs.cuh"
 #include "fused_moe/instructions.cuh"
+#include "fused_moe/narrow_product.cuh"
 
 namespace jax_hpc::fused_moe {
 

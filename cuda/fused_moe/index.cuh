@@ -17,7 +17,7 @@ namespace jax_hpc::fused_moe {
 constexpr unsigned kWholeWarp = ~0u;
 constexpr int kWords = kMostExperts / 2;  // two counts of 16 bits each
 constexpr int kScanWarps = kWords / kWarpSize;
-static_assert(kPairsOfCta < 1 << 16);
+static_assert(kPairsOfOne < 1 << 16 && kPairsOfSegment < 1 << 16);
 
 // What the kernels of the index need to know, as the host works it out.
 struct Plan {
@@ -25,8 +25,11 @@ struct Plan {
   int words;  // of counts: half of the experts
   int experts;
   int ctas;
+  int tokens_of_cta;
+  int pairs_of_cta;
   int rounds;  // pairs of a thread
-  int tile_rows_log2;
+  int tile_rows;
+  uint32_t tile_reciprocal;   // times 2^32, rounded up: exact for kMostPairs rows
   int64_t arrivals;           // of Workspace, to be zeroed
   uint32_t top_k_reciprocal;  // times 2^31, rounded up: exact for kMostPairs pairs, kMostTopK
 
@@ -34,9 +37,12 @@ struct Plan {
       : pairs(static_cast<int>(num_pairs(p))),
         words(blocks_of(p.experts, 2)),
         experts(p.experts),
-        ctas(index_ctas(p)),
-        rounds(blocks_of(pairs < kPairsOfCta ? pairs : kPairsOfCta, threads)),
-        tile_rows_log2(log2_of(config.tile_rows)),
+        ctas(has_segments(p, config) ? num_segments(p) : 1),
+        tokens_of_cta(ctas == 1 ? p.tokens : segment_tokens(p)),
+        pairs_of_cta(tokens_of_cta * p.top_k),
+        rounds(blocks_of(pairs_of_cta, threads)),
+        tile_rows(config.tile_rows),
+        tile_reciprocal(static_cast<uint32_t>(((int64_t{1} << 32) + tile_rows - 1) / tile_rows)),
         arrivals(p.format == Format::kBlock ? max_tiles(p, config) * blocks_of(p.inter, kBlock)
                                             : 0),
         top_k_reciprocal(static_cast<uint32_t>(((int64_t{1} << 31) + p.top_k - 1) / p.top_k)) {}
@@ -45,10 +51,11 @@ struct Plan {
     return static_cast<int>((uint64_t{static_cast<uint32_t>(pair)} * top_k_reciprocal) >> 31);
   }
   __device__ int tiles_of(int rows) const {
-    return (rows + (1 << tile_rows_log2) - 1) >> tile_rows_log2;
+    return static_cast<int>(__umulhi(static_cast<uint32_t>(rows + tile_rows - 1), tile_reciprocal));
   }
 };
 static_assert(kMostPairs * kMostTopK <= int64_t{1} << 31);
+static_assert((kMostPairs + kMostTileRows) * kMostTileRows <= int64_t{1} << 32);
 
 __device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x) / kWarpSize; }
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kWarpSize; }
@@ -84,9 +91,9 @@ __device__ __forceinline__ void write_tiles(const Plan& plan, const Workspace& t
   const int tiles = plan.tiles_of(rows);
 #pragma unroll 1
   for (int i = static_cast<int>(blockIdx.x); i < tiles; i += plan.ctas) {
-    const int begin = i << plan.tile_rows_log2;
+    const int begin = i * plan.tile_rows;
     reinterpret_cast<int4*>(to.tiles)[first.tiles + i] =
-        int4{expert, first.rows + begin, min(1 << plan.tile_rows_log2, rows - begin), 0};
+        int4{expert, first.rows + begin, min(plan.tile_rows, rows - begin), 0};
   }
 }
 
@@ -113,12 +120,11 @@ __device__ __forceinline__ void index_few(const Plan& plan, const Arrays& a) {
   const unsigned before = order.smaller | (order.same & ((1u << lane) - 1));
   const int row = __popc(before);
   const int rank = row - __popc(order.smaller);
-  const int tile_rows = 1 << plan.tile_rows_log2;
-  const bool starts_tile = expert >= 0 && (rank & (tile_rows - 1)) == 0;
+  const bool starts_tile = expert >= 0 && plan.tiles_of(rank) * plan.tile_rows == rank;
   const unsigned starts = __ballot_sync(kWholeWarp, starts_tile);
   if (starts_tile) {
     reinterpret_cast<int4*>(a.workspace.tiles)[__popc(before & starts)] =
-        int4{expert, row, min(tile_rows, __popc(order.same) - rank), 0};
+        int4{expert, row, min(plan.tile_rows, __popc(order.same) - rank), 0};
   }
   if (lane < plan.pairs) write_pair(plan, a.workspace, lane, expert, row);
   if (lane == 0) write_header(a.workspace, {__popc(here), __popc(starts)});
@@ -146,8 +152,8 @@ struct Segment {
   int rounds;  // that have a pair in the thread's warp
 
   __device__ explicit Segment(const Plan& plan)
-      : begin(static_cast<int>(blockIdx.x) * kPairsOfCta),
-        end(min(begin + kPairsOfCta, plan.pairs)) {
+      : begin(static_cast<int>(blockIdx.x) * plan.pairs_of_cta),
+        end(min(begin + plan.pairs_of_cta, plan.pairs)) {
     const int first_of_warp = begin + warp_index() * plan.rounds * kWarpSize;
     first = first_of_warp + lane_index();
     const int left = (end - first_of_warp + kWarpSize - 1) >> log2_of(kWarpSize);
@@ -276,10 +282,10 @@ __device__ __forceinline__ void place_experts(const Plan& plan, const Workspace&
   __syncthreads();
 }
 
-template <int kWarps, int kRounds>
-__device__ __forceinline__ void write_rows(const Plan& plan, const Workspace& to,
-                                           const IndexShared<kWarps>& shared,
-                                           const Segment& segment, const Ranks<kRounds>& ranks) {
+// Calls visit(pair, expert, row) for the thread's pairs.
+template <int kWarps, int kRounds, class Visit>
+__device__ __forceinline__ void each_row(const IndexShared<kWarps>& shared, const Segment& segment,
+                                         const Ranks<kRounds>& ranks, const Visit& visit) {
   const auto* before = reinterpret_cast<const uint16_t*>(shared.counts[warp_index()]);
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
@@ -288,7 +294,7 @@ __device__ __forceinline__ void write_rows(const Plan& plan, const Workspace& to
     const int expert = ranks.expert[round];
     const int place = max(expert, 0);
     const int row = shared.first_row[place] + before[place] + ranks.rank[round];
-    if (pair < segment.end) write_pair(plan, to, pair, expert, row);
+    if (pair < segment.end) visit(pair, expert, row);
   }
 }
 

@@ -14,30 +14,53 @@ int quantizing_ctas(const Problem& p, const Arrays& a, int threads) {
   return ceil_div(p.tokens * blocks_of(p.hidden, kBlock), threads / kGroupLanes);
 }
 
+// Of x as the products take it, in the order of the tokens.
+TokenRows token_rows(const Problem& p, const Arrays& a) {
+  return quantizes_x(p.format, a.x_is_fp8) ? TokenRows{a.workspace.x, a.workspace.x_scale}
+                                           : TokenRows{a.x, a.x_scale};
+}
+
+// Rows of x in the order of the index lie where the experts' outputs will be (num_outputs), and
+// behind all of them their scales.
+Sorted sorted_rows(const Problem& p, const Arrays& a) {
+  auto* bytes = static_cast<uint8_t*>(a.workspace.rows.outputs);
+  return {bytes, reinterpret_cast<float*>(bytes + num_pairs(p) * p.hidden)};
+}
+
+template <bool kPerGroup>
+cudaError_t launch_segments(const Problem& p, const Config& config, const Arrays& a, bool overlaps,
+                            cudaStream_t stream) {
+  const Plan plan(p, config, kPlaceThreads);
+  const int quantizing = config.is_wide ? 0 : quantizing_ctas(p, a, kCountThreads);
+  LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas + quantizing)),
+                    .threads = kCountThreads};
+  const cudaError_t status = launch_kernel(count_kernel<kPerGroup>, shape, stream, p, plan, a);
+  if (status != cudaSuccess) return status;
+  shape = {.grid = dim3(static_cast<unsigned>(plan.ctas)),
+           .threads = kPlaceThreads,
+           .overlaps_previous = overlaps};
+  const auto kernel =
+      config.is_wide ? place_kernel<kPerGroup, true> : place_kernel<kPerGroup, false>;
+  return launch_kernel(kernel, shape, stream, p, plan, a, sorted_rows(p, a));
+}
+
 template <bool kPerGroup>
 cudaError_t launch_prepare_as(const Problem& p, const Config& config, const Arrays& a,
                               bool overlaps, cudaStream_t stream) {
+  if (has_segments(p, config)) return launch_segments<kPerGroup>(p, config, a, overlaps, stream);
   constexpr auto kSmall = prepare_kernel<kSmallWarps, kSmallRounds, kPerGroup>;
   constexpr auto kLarge = prepare_kernel<kLargeWarps, kLargeRounds, kPerGroup>;
   const bool is_small = num_pairs(p) <= kSmallWarps * kSmallRounds * kWarpSize;
   const int threads = (is_small ? kSmallWarps : kLargeWarps) * kWarpSize;
-  const Plan plan(p, config, threads);
-  LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas + quantizing_ctas(p, a, threads))),
-                    .threads = threads};
-  if (plan.ctas == 1) {
-    return launch_kernel(is_small ? kSmall : kLarge, shape, stream, p, plan, a);
-  }
-  const cudaError_t status = launch_kernel(count_kernel<kPerGroup>, shape, stream, p, plan, a);
-  if (status != cudaSuccess) return status;
-  shape.grid = dim3(static_cast<unsigned>(plan.ctas));
-  shape.overlaps_previous = overlaps;
-  return launch_kernel(place_kernel, shape, stream, plan, a);
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(1 + quantizing_ctas(p, a, threads))),
+                          .threads = threads};
+  return launch_kernel(is_small ? kSmall : kLarge, shape, stream, p, Plan(p, config, threads), a);
 }
 
 bool is_supported(const Problem& p, const Config& config) {
   const int64_t groups = int64_t{p.tokens} * blocks_of(p.hidden, kBlock);
   return p.experts <= kMostExperts && p.top_k <= kMostTopK && num_pairs(p) <= kMostPairs &&
-         groups <= kMostGroups && (config.tile_rows & (config.tile_rows - 1)) == 0;
+         groups <= kMostGroups && config.tile_rows <= kMostTileRows;
 }
 
 }  // namespace
@@ -48,6 +71,12 @@ cudaError_t launch_prepare(const Problem& problem, const Config& config, const A
   return problem.format == Format::kBlock
              ? launch_prepare_as<true>(problem, config, arrays, overlaps, stream)
              : launch_prepare_as<false>(problem, config, arrays, overlaps, stream);
+}
+
+TokenRows prepared_rows(const Problem& problem, const Config& config, const Arrays& arrays) {
+  if (!config.is_wide) return token_rows(problem, arrays);
+  const Sorted sorted = sorted_rows(problem, arrays);
+  return {sorted.values, sorted.scale};
 }
 
 cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool overlaps,
@@ -68,9 +97,7 @@ cudaError_t launch(const Problem& problem, const Config& config, const Arrays& a
                    bool overlaps, int num_sms, cudaStream_t stream) {
   const Workspace& w = arrays.workspace;
   const Index index{w.tiles, w.header, w.row_token, arrays.topk_ids, arrays.expert_offset};
-  const TokenRows x = quantizes_x(problem.format, arrays.x_is_fp8)
-                          ? TokenRows{w.x, w.x_scale}
-                          : TokenRows{arrays.x, arrays.x_scale};
+  const TokenRows x = prepared_rows(problem, config, arrays);
   cudaError_t status = launch_prepare(problem, config, arrays, overlaps, stream);
   if (status == cudaSuccess) {
     status = launch_gate_up(problem, config, index, x, arrays.weights, w.rows, overlaps, num_sms,

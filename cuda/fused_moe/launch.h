@@ -12,15 +12,25 @@ namespace jax_hpc::fused_moe {
 constexpr int kMostExperts = 512;
 constexpr int kMostTopK = 128;
 constexpr int64_t kMostPairs = int64_t{1} << 24;
+constexpr int kMostTileRows = 192;
 constexpr int64_t kMostGroups = int64_t{1} << 30;  // of 128 columns, in all tokens together
-// Pairs that one CTA sorts. With more, several CTAs count first, in a launch of their own.
-constexpr int kPairsOfCta = 8192;
+// Pairs that one CTA sorts. More are sorted by many CTAs, each those of a segment of the tokens,
+// and so are those of the wide products. They count first, in a launch of their own.
+constexpr int kPairsOfOne = 2048;
+constexpr int kSegments = 128;  // more, where one would have more pairs than these:
+constexpr int kPairsOfSegment = 4096;
 
-constexpr int index_ctas(const Problem& p) {
-  return static_cast<int>((num_pairs(p) + kPairsOfCta - 1) / kPairsOfCta);
+constexpr bool has_segments(const Problem& p, const Config& c) {
+  return c.is_wide || num_pairs(p) > kPairsOfOne;
 }
+constexpr int segment_tokens(const Problem& p) {
+  const int most = kPairsOfSegment / p.top_k;
+  const int fair = blocks_of(p.tokens, kSegments);
+  return fair < most ? fair : most;
+}
+constexpr int num_segments(const Problem& p) { return blocks_of(p.tokens, segment_tokens(p)); }
 constexpr int64_t num_counts(const Problem& p) {
-  return index_ctas(p) > 1 ? int64_t{index_ctas(p)} * blocks_of(p.experts, 2) : 0;
+  return int64_t{num_segments(p)} * blocks_of(p.experts, 2);
 }
 // Enough for every Config.
 constexpr int64_t tile_capacity(const Problem& p) { return max_tiles(p, Config{8, 1}); }
@@ -28,7 +38,8 @@ constexpr int64_t num_arrivals(const Problem& p) {
   return p.format == Format::kBlock ? tile_capacity(p) * blocks_of(p.inter, kBlock) : 0;
 }
 // In values of bf16: of a row its outputs, in float32 of kBf16, or before them its intermediate in
-// float32.
+// float32, or for the wide products its x in e4m3 with a scale per 128 values: of 16 values or more
+// fewer bytes than outputs.
 constexpr int64_t num_outputs(const Problem& p) {
   if (p.format == Format::kBf16) return num_pairs(p) * 2 * p.hidden;
   const bool has_floats = p.format == Format::kBlock && p.hidden < 2 * p.inter;
@@ -41,7 +52,7 @@ struct Workspace {
   Tile* tiles;       // [tile_capacity]
   int* row_token;    // [pairs]
   int* pair_row;     // [pairs]: the row of a pair, -1 where it has no expert here
-  uint32_t* counts;  // [num_counts], of two experts each; null where there are none
+  uint32_t* counts;  // [num_counts], of two experts each
   void* x;           // e4m3 [tokens, hidden]; null where x is taken as it is
   float* x_scale;    // [tokens, blocks_of(hidden, 128)], kBlock; null where x is taken as it is
   RowBuffers rows;
@@ -67,16 +78,19 @@ constexpr bool quantizes_x(Format format, bool x_is_fp8) {
 }
 
 // Kernels that a call launches, one after the other.
-constexpr int num_launches(const Problem& p) { return index_ctas(p) > 1 ? 5 : 4; }
+constexpr int num_launches(const Problem& p, const Config& c) { return has_segments(p, c) ? 5 : 4; }
 
 // cudaErrorInvalidValue for a problem beyond the limits above. `overlaps`:
 // each kernel may start while the one before it ends. The results do not depend on it.
 cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,
                    bool overlaps, int num_sms, cudaStream_t stream);
 
-// Its stages, but for the products of gemm.h.
+// Its stages, but for the products of gemm.h. To prepare is to quantise x and to make the index,
+// and with Config::is_wide to put x in its order.
 cudaError_t launch_prepare(const Problem& problem, const Config& config, const Arrays& arrays,
                            bool overlaps, cudaStream_t stream);
+// The rows of x that gate-up reads, once they are prepared.
+TokenRows prepared_rows(const Problem& problem, const Config& config, const Arrays& arrays);
 cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool overlaps,
                           cudaStream_t stream);
 

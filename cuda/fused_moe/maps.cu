@@ -1,6 +1,7 @@
 #include "fused_moe/maps.h"
 
 #include "common/tensor_map.h"
+#include "fused_moe/wide_shape.h"
 
 namespace jax_hpc::fused_moe {
 namespace {
@@ -51,7 +52,7 @@ cudaError_t encode(const void* array, const Dimension (&dimensions)[Rank], CUten
 }  // namespace
 
 // A box is eight gate rows, the eight up rows that belong to them, and so on: of one piece four
-// times, of four pieces of the hidden axis once each.
+// times for each warpgroup, of four pieces of the hidden axis once each.
 cudaError_t make_gate_up_map(const Problem& p, const Config& config, const void* gate_up,
                              CUtensorMap* map) {
   const uint64_t hidden = bytes_of(p, p.hidden);
@@ -115,6 +116,31 @@ cudaError_t make_act_pieces_map(const Problem& p, const void* act, CUtensorMap* 
       {static_cast<uint64_t>(num_pairs(p)), kGroupRows, static_cast<uint64_t>(p.inter)},
       {kPieces, kPieces, kPieceValues}};
   return encode(act, dimensions, map, CU_TENSOR_MAP_SWIZZLE_64B);
+}
+
+cudaError_t make_wide_gate_up_map(const Problem& p, const void* gate_up, CUtensorMap* map) {
+  constexpr Config kTwoWarpgroups{2 * kWarpgroupRows, 1};
+  return make_gate_up_map(p, kTwoWarpgroups, gate_up, map);
+}
+
+cudaError_t make_wide_down_map(const Problem& p, const void* down, CUtensorMap* map) {
+  constexpr uint64_t kSlabRows = 2 * kGroupRows;
+  const auto hidden = static_cast<uint64_t>(p.hidden);
+  const auto inter = static_cast<uint64_t>(p.inter);
+  const Dimension dimensions[] = {
+      {inter, kRowBytes, 1},
+      {kGroupRows, kGroupRows, inter},
+      {2, 2, kGroupRows * inter},
+      {hidden / kSlabRows, kWideWeightRows / kSlabRows, kSlabRows * inter},
+      {static_cast<uint64_t>(p.experts), 1, hidden * inter}};
+  return encode(down, dimensions, map);
+}
+
+cudaError_t make_sorted_map(const Problem& p, int columns, const void* rows, CUtensorMap* map) {
+  const auto stride = static_cast<uint64_t>(columns);
+  const Dimension dimensions[] = {{stride, kRowBytes, 1},
+                                  {static_cast<uint64_t>(num_pairs(p)), kWideBoxRows, stride}};
+  return encode(rows, dimensions, map);
 }
 
 }  // namespace jax_hpc::fused_moe

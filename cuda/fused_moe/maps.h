@@ -19,4 +19,9 @@ cudaError_t make_act_map(const Problem& p, const void* act, CUtensorMap* map);
 cudaError_t make_down_pairs_map(const Problem& p, const void* down, CUtensorMap* map);
 cudaError_t make_act_pieces_map(const Problem& p, const void* act, CUtensorMap* map);
 
+// Those of the wide products: the weights of a CTA, and rows in the order of the index.
+cudaError_t make_wide_gate_up_map(const Problem& p, const void* gate_up, CUtensorMap* map);
+cudaError_t make_wide_down_map(const Problem& p, const void* down, CUtensorMap* map);
+cudaError_t make_sorted_map(const Problem& p, int columns, const void* rows, CUtensorMap* map);
+
 }  // namespace jax_hpc::fused_moe

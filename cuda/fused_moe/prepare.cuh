@@ -1,20 +1,26 @@
 // Before the products: the pairs are sorted by expert, and meanwhile x is quantised for experts in
-// fp8. Up to kPairsOfCta pairs
-// are one CTA's work, within the launch that quantises. More take two launches: one counts the
-// pairs of every CTA, the other places them.
+// fp8. Up to kPairsOfOne pairs are one CTA's work, within the launch that quantises. More take two
+// launches: one counts the pairs of every segment of the tokens, the other places them. For the
+// wide products the second one quantises, and puts a row of x to each of its places.
 #pragma once
 
 #include "common/ptx.cuh"
 #include "fused_moe/index.cuh"
 #include "fused_moe/launch.h"
 #include "fused_moe/quantize.cuh"
+#include "fused_moe/sort.cuh"
 
 namespace jax_hpc::fused_moe {
 
 constexpr int kSmallWarps = kScanWarps;
 constexpr int kSmallRounds = 4;
 constexpr int kLargeWarps = 32;
-constexpr int kLargeRounds = kPairsOfCta / (kLargeWarps * kWarpSize);
+constexpr int kLargeRounds = kPairsOfOne / (kLargeWarps * kWarpSize);
+constexpr int kCountThreads = 256;
+constexpr int kPlaceWarps = 16;
+constexpr int kPlaceThreads = kPlaceWarps * kWarpSize;
+constexpr int kPlaceRounds = kPairsOfSegment / kPlaceThreads;
+static_assert(kWords <= kCountThreads && kWords <= kPlaceThreads);
 
 // CTA 0 indexes, the others quantise.
 template <int kWarps, int kRounds, bool kPerGroup>
@@ -42,14 +48,16 @@ __global__ __launch_bounds__(kWarps* kWarpSize) void prepare_kernel(
   Counts counts{};
   if (word < plan.words) counts = unpacked(sum_warps(shared, word));
   place_experts(plan, a.workspace, shared, counts);
-  write_rows(plan, a.workspace, shared, segment, ranks);
+  each_row(shared, segment, ranks, [&](int pair, int expert, int row) {
+    write_pair(plan, a.workspace, pair, expert, row);
+  });
 }
 
 // The first plan.ctas count their pairs, the others quantise.
 template <bool kPerGroup>
-__global__ __launch_bounds__(kLargeWarps* kWarpSize) void count_kernel(
-    const __grid_constant__ Problem p, const __grid_constant__ Plan plan,
-    const __grid_constant__ Arrays a) {
+__global__ __launch_bounds__(kCountThreads) void count_kernel(const __grid_constant__ Problem p,
+                                                              const __grid_constant__ Plan plan,
+                                                              const __grid_constant__ Arrays a) {
   __shared__ uint32_t counts[kWords];
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -62,10 +70,10 @@ __global__ __launch_bounds__(kLargeWarps* kWarpSize) void count_kernel(
   const int thread = static_cast<int>(threadIdx.x);
   if (thread < plan.words) counts[thread] = 0;
   __syncthreads();
-  const int begin = cta * kPairsOfCta;
-  const int end = min(begin + kPairsOfCta, plan.pairs);
+  const int begin = cta * plan.pairs_of_cta;
+  const int end = min(begin + plan.pairs_of_cta, plan.pairs);
   const int offset = *a.expert_offset;
-  for (int pair = begin + thread; pair < end; pair += kLargeWarps * kWarpSize) {
+  for (int pair = begin + thread; pair < end; pair += kCountThreads) {
     const int expert = local_expert(plan, a.topk_ids[pair], offset);
     if (expert >= 0) atomicAdd(&counts[expert / 2], expert % 2 == 0 ? 1u : 1u << 16);
   }
@@ -75,32 +83,79 @@ __global__ __launch_bounds__(kLargeWarps* kWarpSize) void count_kernel(
   }
 }
 
-// Each CTA places its own pairs, after it has added up the counts of all.
-__global__ __launch_bounds__(kLargeWarps* kWarpSize) void place_kernel(
-    const __grid_constant__ Plan plan, const __grid_constant__ Arrays a) {
-  __shared__ IndexShared<kLargeWarps> shared;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+// Pairs of each expert, in all segments and in those before the CTA's.
+struct SegmentSums {
+  int all[kMostExperts];
+  int before[kMostExperts];
+};
+
+// By the whole CTA: as many threads as there is room for share a word.
+__device__ __forceinline__ void sum_segments(const Plan& plan, const uint32_t* counts,
+                                             SegmentSums& sums) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int sharing = kPlaceThreads / plan.words;
+  const int share = thread / plan.words;
+  const int word = thread - share * plan.words;
+  if (share >= sharing) return;
+  Counts counted{};
+#pragma unroll 8
+  for (int cta = share; cta < plan.ctas; cta += sharing) {
+    const Counts theirs = unpacked(__ldcg(counts + int64_t{cta} * plan.words + word));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      counted.all[i] += theirs.all[i];
+      if (cta < static_cast<int>(blockIdx.x)) counted.before[i] += theirs.all[i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    atomicAdd(&sums.all[2 * word + i], counted.all[i]);
+    atomicAdd(&sums.before[2 * word + i], counted.before[i]);
+  }
+}
+
+// Each CTA places the pairs of its segment, after it has added up the counts of all, and with
+// kSorts quantises its tokens, to the places of all their rows. What the call is given was there
+// before the last kernel, and is read before the wait for it.
+template <bool kPerGroup, bool kSorts>
+__global__ __launch_bounds__(kPlaceThreads) void place_kernel(const __grid_constant__ Problem p,
+                                                              const __grid_constant__ Plan plan,
+                                                              const __grid_constant__ Arrays a,
+                                                              const __grid_constant__ Sorted to) {
+  __shared__ IndexShared<kPlaceWarps> shared;
+  __shared__ SegmentSums sums;
+  __shared__ int rows[kSorts ? kPairsOfSegment : 1];
+  const int word = static_cast<int>(threadIdx.x);
+  for (int i = word; i < kMostExperts; i += kPlaceThreads) sums.all[i] = sums.before[i] = 0;
   const Segment segment(plan);
-  Ranks<kLargeRounds> ranks;
+  SegmentTokens<kPerGroup> tokens(p, a, plan.tokens_of_cta);
+  if constexpr (kSorts) tokens.read(0);
+  Ranks<kPlaceRounds> ranks;
   read_experts(plan, a, segment, ranks);
   rank_pairs(plan, segment, shared.counts[warp_index()], ranks);
   __syncthreads();
-  const int word = static_cast<int>(threadIdx.x);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  sum_segments(plan, a.workspace.counts, sums);
+  __syncthreads();
   Counts counts{};
   if (word < plan.words) {
     sum_warps(shared, word);
-#pragma unroll 8
-    for (int cta = 0; cta < plan.ctas; ++cta) {
-      const Counts theirs = unpacked(a.workspace.counts[int64_t{cta} * plan.words + word]);
-      for (int i = 0; i < 2; ++i) {
-        counts.all[i] += theirs.all[i];
-        if (cta < static_cast<int>(blockIdx.x)) counts.before[i] += theirs.all[i];
-      }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      counts.all[i] = sums.all[2 * word + i];
+      counts.before[i] = sums.before[2 * word + i];
     }
   }
   place_experts(plan, a.workspace, shared, counts);
-  write_rows(plan, a.workspace, shared, segment, ranks);
+  each_row(shared, segment, ranks, [&](int pair, int expert, int row) {
+    write_pair(plan, a.workspace, pair, expert, row);
+    if constexpr (kSorts) rows[pair - segment.begin] = expert >= 0 ? row : -1;
+  });
+  if constexpr (kSorts) {
+    __syncthreads();
+    tokens.write(rows, to);
+  }
 }
 
 }  // namespace jax_hpc::fused_moe

@@ -60,6 +60,28 @@ __device__ __forceinline__ Chunk chunk_of(const Problem& p, int cta) {
   return {has_group, has_group && column < p.hidden, group, int64_t{token} * p.hidden + column};
 }
 
+// A lane's values in e4m3, and their scale. Eight lanes have a group's values, all of a warp call.
+template <bool kPerGroup>
+__device__ __forceinline__ uint4 quantized(const uint4& low, const uint4& high,
+                                           const Weights& weights, float& scale) {
+  float values[kLaneValues];
+  unpack_bf16(low, values);
+  unpack_bf16(high, values + 8);
+  if constexpr (kPerGroup) {
+    scale = scale_of_largest(largest_of_group(values));
+  } else {
+    scale = __ldg(weights.input_scale);
+  }
+  const float factor = __frcp_rn(scale);
+  uint32_t packed[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* v = values + 4 * i;
+    packed[i] = pack_fp8(v[0], v[1], v[2], v[3], factor);
+  }
+  return {packed[0], packed[1], packed[2], packed[3]};
+}
+
 // x by CTA `cta` of as many as it takes.
 template <bool kPerGroup>
 __device__ __forceinline__ void quantize(const Problem& p, const Arrays& a, int cta) {
@@ -72,26 +94,13 @@ __device__ __forceinline__ void quantize(const Problem& p, const Arrays& a, int 
     low = __ldg(from);
     high = __ldg(from + 1);
   }
-  float values[kLaneValues];
-  unpack_bf16(low, values);
-  unpack_bf16(high, values + 8);
   float scale;
-  if constexpr (kPerGroup) {
-    scale = scale_of_largest(largest_of_group(values));
-    if (chunk.has_group && threadIdx.x % kGroupLanes == 0) a.workspace.x_scale[chunk.group] = scale;
-  } else {
-    scale = __ldg(a.weights.input_scale);
+  const uint4 packed = quantized<kPerGroup>(low, high, a.weights, scale);
+  if (kPerGroup && chunk.has_group && threadIdx.x % kGroupLanes == 0) {
+    a.workspace.x_scale[chunk.group] = scale;
   }
-  const float factor = __frcp_rn(scale);
   if (!chunk.has_values) return;
-  uint32_t packed[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* v = values + 4 * i;
-    packed[i] = pack_fp8(v[0], v[1], v[2], v[3], factor);
-  }
-  *reinterpret_cast<uint4*>(static_cast<uint8_t*>(a.workspace.x) + chunk.first) =
-      uint4{packed[0], packed[1], packed[2], packed[3]};
+  *reinterpret_cast<uint4*>(static_cast<uint8_t*>(a.workspace.x) + chunk.first) = packed;
 }
 
 }  // namespace jax_hpc::fused_moe

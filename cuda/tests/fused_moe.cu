@@ -2,7 +2,9 @@
 // weights beside the floor.
 //
 //   fused_moe check           routings, formats, sizes and tile boundaries
-//   fused_moe check small     a few of them, for the sanitizer's slower tools; `races` too
+//   fused_moe check small     a few of them, for the sanitizer's slower tools
+//   fused_moe check races     the same for racecheck: no wide CTA has a second task, whose stages
+//                             a lane frees for all of its warp, which the tool takes for a race
 //   fused_moe time [tensor | block | bf16] [T ...]    the baselines' layers, by stage
 //
 // Built by `make kernel-tests`.
@@ -119,8 +121,10 @@ std::string index_fault(const Setup& setup, const Config& config, const Truth& t
   return std::equal(tiles.begin(), tiles.end(), got.begin()) ? "" : "tiles";
 }
 
-std::string x_fault(const Setup& setup, const Truth& truth, const Device& device) {
-  if (!quantizes_x(setup.p.format, setup.x_is_fp8)) return "";
+// Where the wide products read x, the outputs lie by now.
+std::string x_fault(const Setup& setup, const Config& config, const Truth& truth,
+                    const Device& device) {
+  if (!quantizes_x(setup.p.format, setup.x_is_fp8) || config.is_wide) return "";
   const auto is_nan = [](uint8_t bits) { return (bits & 0x7f) == 0x7f; };
   const Bytes x = device.x.host();
   for (size_t i = 0; i < truth.x.values.size(); ++i) {
@@ -143,7 +147,7 @@ std::string stage_fault(const Setup& setup, const Config& config, const Inputs& 
   const int hidden = setup.p.hidden;
   const Truth truth = truth_of(setup, in);
   std::string fault = index_fault(setup, config, truth, device);
-  if (fault.empty()) fault = x_fault(setup, truth, device);
+  if (fault.empty()) fault = x_fault(setup, config, truth, device);
   if (!fault.empty()) return fault;
   const Bytes values = device.act.host();
   const Floats scales = device.act_scale.host();
@@ -158,6 +162,10 @@ std::string stage_fault(const Setup& setup, const Config& config, const Inputs& 
   if (fault.empty()) fault = compare("out", out, sums, hidden);
   if (!fault.empty() || cosine(out, truth.out) >= least_cosine) return fault;
   return "cosine " + std::to_string(cosine(out, truth.out));
+}
+
+Config config_of(const Setup& setup) {
+  return setup.wide_rows > 0 ? wide_config(setup.wide_rows) : choose(setup.p, kSms);
 }
 
 // What is wrong with a layer; empty if nothing is.
@@ -188,7 +196,7 @@ std::string fault_of(const Setup& setup, uint32_t seed, Rounded* rounded) {
                down_blocks.data(), setup.shares_act_scale ? 0 : 1};
   a.workspace = device.workspace();
   a.x_is_fp8 = setup.x_is_fp8;
-  const Config config = choose(p, kSms);
+  const Config config = config_of(setup);
   std::string first;
   for (const bool overlaps : {false, true, true}) {
     device.each([](const char*, auto& values) { values.poison(); });
@@ -217,7 +225,9 @@ std::vector<int> tile_boundaries(Problem p, int most) {
   return boundaries;
 }
 
-std::vector<Setup> all_setups(bool small) {
+enum class Extent { kAll, kSmall, kRaces };
+
+std::vector<Setup> all_setups(Extent extent) {
   std::vector<Setup> setups;
   const auto add = [&](const Problem& p, Routing routing) {
     const auto number = static_cast<uint32_t>(setups.size());
@@ -250,16 +260,36 @@ std::vector<Setup> all_setups(bool small) {
     }
     add({2, 2, 3, 4096, 1536, format, rows}, Routing::kUniform);
     add({150, 1, 3, 144, 192, format, rows}, Routing::kSkewed);  // tiles of the most rows
+    for (const Routing routing : {Routing::kUniform, Routing::kSkewed, Routing::kOneExpert}) {
+      const Problem several_tasks{431, 2, 3, 656, 400, format, rows};  // of a cluster
+      if (!can_be_wide(several_tasks)) break;
+      add(several_tasks, routing);
+      add({97, 2, 5, 4096, 320, format, rows}, routing);  // many stages
+    }
     // Index by one CTA of many warps, and by several CTAs.
     add({1024, 8, 40, 16, 16, format, rows}, Routing::kGarbage);
     add({1025, 8, 40, 32, 16, format, rows}, Routing::kSkewed);
     add({4000, 6, 512, 16, 16, format, rows}, Routing::kGarbage);
   }
-  if (!small) return setups;
+  const size_t others = setups.size();
+  // The wide products, which most of these are too small to be given, in tiles of both heights.
+  for (size_t i = 0; i < others; ++i) {
+    Setup setup = setups[i];
+    if (!can_be_wide(setup.p)) continue;
+    setup.wide_rows = i % 2 == 0 ? 128 : 192;
+    setups.push_back(setup);
+  }
+  if (extent == Extent::kAll) return setups;
   std::vector<Setup> few;
-  for (size_t i = 0; i < setups.size(); i += 9) {
+  for (size_t i = 0; i < others; i += 9) {
     if (num_pairs(setups[i].p) < 500) few.push_back(setups[i]);
   }
+  // Of the wide products, so many experts that a CTA has several tasks, each of two stages.
+  const int experts = extent == Extent::kRaces ? 24 : 256;
+  const Problem per_tensor{33, 8, experts, 144, 80, Format::kTensor, 0};
+  const Problem in_blocks{33, 8, experts, 144, 80, Format::kBlock, kBlock};
+  few.push_back({per_tensor, Routing::kUniform, false, true, false, false, 9, 192});
+  few.push_back({in_blocks, Routing::kUniform, false, true, false, false, 9, 128});
   return few;
 }
 
@@ -267,11 +297,11 @@ std::vector<Setup> all_setups(bool small) {
 // put 0.3 % there, 1 % where they sum 128 values.
 constexpr double kMostOtherwise = 0.02;
 
-int check(bool small) {
+int check(Extent extent) {
   constexpr const char* kRoutings[] = {"uniform", "skewed", "one expert", "nobody", "garbage"};
   int failures = 0;
   Rounded rounded;
-  const std::vector<Setup> setups = all_setups(small);
+  const std::vector<Setup> setups = all_setups(extent);
   for (size_t i = 0; i < setups.size(); ++i) {
     const Setup& setup = setups[i];
     const std::string fault = fault_of(setup, static_cast<uint32_t>(i), &rounded);
@@ -279,7 +309,7 @@ int check(bool small) {
     ++failures;
     std::cout << setup.p << ", " << kRoutings[static_cast<int>(setup.routing)]
               << (setup.x_is_fp8 ? ", fp8 x" : "") << (setup.has_nan ? ", NaN" : "") << ", "
-              << choose(setup.p, kSms) << ": " << fault << std::endl;
+              << config_of(setup) << ": " << fault << std::endl;
   }
   std::cout << setups.size() - failures << " passed, " << failures << " failed; of " << rounded.all
             << " values of act " << rounded.otherwise << " are rounded to the other side\n";
@@ -292,7 +322,12 @@ int check(bool small) {
 
 int main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
-  if (command == "check") return check(argc > 2);
+  if (command == "check") {
+    const std::string extent = argc > 2 ? argv[2] : "";
+    return check(extent == "races"   ? Extent::kRaces
+                 : extent == "small" ? Extent::kSmall
+                                     : Extent::kAll);
+  }
   if (command != "time") {
     std::cerr << "usage: fused_moe check [small | races] | time [tensor | block | bf16] [T ...]\n";
     return 2;

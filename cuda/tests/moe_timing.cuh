@@ -85,10 +85,8 @@ class LayerTiming {
       const fused_moe::Index index{w.tiles, w.header, w.row_token, a.topk_ids, a.expert_offset};
       cudaError_t status = launch_prepare(p_, config_, a, overlaps, stream);
       if (status == cudaSuccess && stages > 1) {
-        const fused_moe::TokenRows x = fused_moe::quantizes_x(p_.format, false)
-                                           ? fused_moe::TokenRows{w.x, w.x_scale}
-                                           : fused_moe::TokenRows{a.x, nullptr};
-        status = launch_gate_up(p_, config_, index, x, a.weights, w.rows, overlaps, sms_, stream);
+        status = launch_gate_up(p_, config_, index, prepared_rows(p_, config_, a), a.weights,
+                                w.rows, overlaps, sms_, stream);
       }
       if (status == cudaSuccess && stages > 2) {
         status = launch_down(p_, config_, index, a.weights, w.rows, overlaps, sms_, stream);

@@ -61,7 +61,9 @@ def load_model(
         array's dotted path; JAX's default device if None.
     model_class: the model to build, by default the one registered for config.json's
         `architectures`. It has a `Config.from_hf`, a `checkpoint_plan` and, where it leaves
-        tensors of its checkpoints unused, their names' patterns in `checkpoint_ignored`.
+        tensors of its checkpoints unused, their names' patterns in `checkpoint_ignored`. To be
+        loaded with `quantize`, its Config has the fields `expert_format`, `linear_format` and
+        `sparse_layers` of a `DecoderConfig`.
     options: passed on to the model, such as `implementations`, the forms of its operators.
 
     Raises FileNotFoundError where the directory lacks a file, CheckpointError (a ValueError) where

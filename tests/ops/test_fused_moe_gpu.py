@@ -182,6 +182,15 @@ def test_a_row_of_nan_stays_alone(rng: np.random.Generator, format: str) -> None
     assert_bitwise(np.delete(with_nan, 5, axis=0), np.delete(clean, 5, axis=0))
 
 
+def quantized_first(args: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(args["experts"], Fp8TensorExperts):
+        scale = args["experts"].input_scale
+        values = fp8.quantize(args["x"], scale)
+    else:
+        values, scale = quantize_groups(args["x"])
+    return args | {"x": values, "x_scale": scale}
+
+
 @pytest.mark.parametrize("format", FP8_FORMATS)
 @pytest.mark.parametrize("tokens", [3, 50])
 def test_quantising_first_gives_the_same_bits(
@@ -189,12 +198,7 @@ def test_quantising_first_gives_the_same_bits(
 ) -> None:
     layer = Layer(format, tokens, 4, 6, 272, 64)
     args = draw(rng, layer)
-    if isinstance(args["experts"], Fp8TensorExperts):
-        scale = args["experts"].input_scale
-        values = fp8.quantize(args["x"], scale)
-    else:
-        values, scale = quantize_groups(args["x"])
-    given = args | {"x": values, "x_scale": scale}
+    given = quantized_first(args)
     assert_bitwise(RUN(**given), RUN(**args))
     check(given | addends(rng, layer))
 
@@ -237,11 +241,18 @@ def test_ranks_add_up_to_the_whole(rng: np.random.Generator, format: str) -> Non
     assert_close(sum(parts), whole, atol=0.02 * np.abs(whole).max())
 
 
+def check_against_xla(args: dict[str, Any], part_of_largest: float) -> None:
+    got, want = (np.asarray(run(**args), np.float32) for run in (RUN, BY_XLA))
+    least = 0.99999 if isinstance(args["experts"], DenseExperts) else 0.9999
+    assert not want.any() or cosine(got, want) >= least
+    assert_close(got, want, atol=part_of_largest * np.abs(want).max())
+
+
 # Few columns of the intermediate, so that one that rounds to the other side shows in the result.
 SORTED = {
     "many experts": (300, 8, 512, 32, 16),
-    "two CTAs sort": (1030, 8, 40, 64, 32),
-    "many CTAs sort": (16400, 16, 7, 32, 16),
+    "128 CTAs sort": (1030, 8, 40, 64, 32),
+    "161 CTAs sort": (16400, 40, 7, 32, 16),
 }
 
 
@@ -250,7 +261,36 @@ SORTED = {
 def test_against_xla(rng: np.random.Generator, format: str, sizes: str) -> None:
     """Where float64 on the host would take minutes."""
     layer = Layer(format, *SORTED.get(sizes, (64, 8, 64, 4096, 192)))
+    check_against_xla(draw(rng, layer), 0.05 if sizes in SORTED else 0.01)
+
+
+def wide_layer(format: str, mean: int) -> Layer:
+    """Of so few columns that the wide products just have a task for each of 132 SMs.
+
+    fp8 experts, per tensor or in blocks of 128 rows, take those from a mean of 40 rows an expert
+    on, and tiles of 192 rows from 107 on.
+    """
+    return Layer(format, 17 * mean, 2, 34, 144, 256)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("mean", [39, 40, 106, 107])
+def test_means_around_the_wide_products(rng: np.random.Generator, format: str, mean: int) -> None:
+    check_against_xla(draw(rng, wide_layer(format, mean)), 0.02)
+
+
+@pytest.mark.parametrize("format", ["tensor", "block-128"])
+@pytest.mark.parametrize("mean", [44, 130])
+def test_wide_products(rng: np.random.Generator, format: str, mean: int) -> None:
+    """Routings, a rank's part of the experts, x that is fp8 already; the same bits again."""
+    layer = wide_layer(format, mean)
     args = draw(rng, layer)
-    got, want = (np.asarray(run(**args), np.float32) for run in (RUN, BY_XLA))
-    assert cosine(got, want) >= (0.99999 if format == "bf16" else 0.9999)
-    assert_close(got, want, atol=(0.05 if sizes in SORTED else 0.01) * np.abs(want).max())
+    first = RUN(**args)
+    assert_bitwise(RUN(**args), first)
+    assert_bitwise(RUN(**quantized_first(args)), first)
+    pairs = (layer.tokens, layer.top_k)
+    for ids in (zipf(rng, layer), np.full(pairs, 33), np.full(pairs, 34)):
+        check_against_xla(args | {"topk_ids": jnp.asarray(ids, jnp.int32)}, 0.02)
+    ranks_ids = jnp.asarray(rng.integers(-1, 50, pairs), jnp.int32)
+    more = {"topk_ids": ranks_ids, "expert_offset": jnp.int32(9)} | addends(rng, layer)
+    check_against_xla(args | more, 0.02)

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -135,9 +136,10 @@ def test_per_tensor_call() -> None:
         *("5x144xbf16", "5x3xi32", "5x3xf32", "6x2x208x144xf8E4M3FN", "6x144x208xf8E4M3FN"),
         *("i32", "6xf32", "6xf32", "6xf32", "f32", "f32"),
     ]
-    # The output; header, tiles, row_token, pair_row; x, intermediate and outputs of experts.
+    # The output; header, tiles, row_token, pair_row, counts of five segments; x, intermediate and
+    # outputs of experts.
     assert result_types(text) == [
-        *("5x144xbf16", "4xi32", "28xi32", "15xi32", "15xi32"),
+        *("5x144xbf16", "4xi32", "28xi32", "15xi32", "15xi32", "15xui32"),
         *("5x144xf8E4M3FN", "15x208xf8E4M3FN", "15x144xbf16"),
     ]
 
@@ -155,7 +157,8 @@ def test_bf16_call() -> None:
         *("i32", "5x144xbf16"),
     ]
     assert result_types(text) == [
-        *("5x144xbf16", "4xi32", "28xi32", "15xi32", "15xi32", "15x208xbf16", "15x288xbf16"),
+        *("5x144xbf16", "4xi32", "28xi32", "15xi32", "15xi32", "15xui32"),
+        *("15x208xbf16", "15x288xbf16"),
     ]
 
 
@@ -180,18 +183,45 @@ def test_block_call_with_everything(block_rows: int) -> None:
     ]
     # x is fp8 already: no place for it, nor for its scales. The outputs' place first holds 208
     # float32 of each row; two counts for each of seven tiles.
-    assert result_types(text)[5:] == ["15x208xf8E4M3FN", "15x2xf32", "15x416xbf16", "14xui32"]
+    assert result_types(text)[6:] == ["15x208xf8E4M3FN", "15x2xf32", "15x416xbf16", "14xui32"]
 
 
 def test_block_call_quantises_x() -> None:
     results = result_types(lower(arguments(experts=block_experts(128))))
-    assert results[5:8] == ["5x144xf8E4M3FN", "5x2xf32", "15x208xf8E4M3FN"]
+    assert results[6:9] == ["5x144xf8E4M3FN", "5x2xf32", "15x208xf8E4M3FN"]
 
 
-def test_many_pairs_leave_counts() -> None:
-    """More than one CTA sorts: 8193 pairs are two CTAs' work, with three words of counts each."""
-    assert "xui32" not in lower(arguments(tokens=8192, top_k=1))
-    assert result_types(lower(arguments(tokens=8193, top_k=1)))[5] == "6xui32"
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "segments"),
+    [
+        (1, 8, 1),
+        (128, 8, 128),
+        (129, 8, 65),
+        (2**19 + 1, 1, 129),
+        (65536, 8, 128),
+        (40000, 128, 1250),
+    ],
+)
+def test_each_segment_leaves_counts(tokens: int, top_k: int, segments: int) -> None:
+    """Up to 128 segments, more where one would have more than 4096 pairs; three words of each."""
+    results = result_types(lower(arguments(tokens=tokens, top_k=top_k)))
+    assert results[5] == f"{3 * segments}xui32"
+
+
+def test_sizes_are_those_of_the_kernels() -> None:
+    """The handler refuses workspaces of other sizes; here, that the constants are the same."""
+    header = Path(__file__).parents[2] / "cuda/fused_moe/launch.h"
+    constants = dict(re.findall(r"constexpr int (k\w+) = (\d+);", header.read_text()))
+    assert int(constants["kSegments"]) == heuristics._SEGMENTS
+    assert int(constants["kPairsOfSegment"]) == heuristics._PAIRS_OF_SEGMENT
+
+
+@pytest.mark.parametrize("hidden", [16, 112, 128, 144, 4096])
+def test_outputs_have_room_for_sorted_rows(hidden: int) -> None:
+    """The wide products read x in e4m3 with its scales where outputs will lie."""
+    for is_block in (False, True):
+        width = heuristics.outputs_width(hidden, 16, is_block=is_block, is_bf16=False)
+        assert hidden + 4 * -(-hidden // 128) <= 2 * width
 
 
 def test_more_tiles_than_any_routing_needs() -> None:

@@ -47,7 +47,7 @@ def test_widths(rng: np.random.Generator, hidden: int) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("tokens", [64, 265, 8192])
 def test_models(rng: np.random.Generator, case: Any, tokens: int) -> None:
-    """A row's bits do not depend on how many there are, which decides how a row is cut."""
+    """Of few rows and of many; a row's bits do not depend on how many there are."""
     x, weight, residual = operands(rng, tokens, case.hidden, BF16)
     got = cuda(x, weight, residual=residual, eps=case.eps)
     assert_normalised(got, x, weight, residual, eps=case.eps)

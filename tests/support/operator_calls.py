@@ -219,8 +219,9 @@ def _fused_moe(rng: np.random.Generator) -> Call:
 
 def _moe_kernel(rng: np.random.Generator, launches: int = 4, **sizes: Any) -> Call:
     """In fp8 per tensor, or by blocks of ``block_rows``; or in bf16."""
-    num_experts, tokens = 4, sizes.get("tokens", 8)
-    weights = _array(rng, num_experts, 2, 48, 64), _array(rng, num_experts, 64, 48)
+    num_experts, inter = sizes.get("num_experts", 4), sizes.get("inter", 48)
+    tokens = sizes.get("tokens", 8)
+    weights = _array(rng, num_experts, 2, inter, 64), _array(rng, num_experts, 64, inter)
     experts: Any = jax_hpc.DenseExperts(*weights)
     if sizes.get("is_bf16"):
         experts = jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), experts)
@@ -290,6 +291,9 @@ def _paths_of(make: Callable[..., Call], paths: dict[str, dict[str, int]]) -> di
     return {path: functools.partial(make, **sizes) for path, sizes in paths.items()}
 
 
+# 41 rows an expert, tasks for 132 SMs: the least that takes the wide products.
+WIDE_MOE = {"launches": 5, "tokens": 698, "num_experts": 34, "inter": 256}
+
 # Operators whose kernels have several paths, each with its own call.
 _PATHS = {
     "decode_attention": {
@@ -304,7 +308,9 @@ _PATHS = {
         "per tensor": _moe_kernel,
         "blocks": functools.partial(_moe_kernel, block_rows=128),
         "blocks of 64 rows": functools.partial(_moe_kernel, block_rows=64),
-        "many pairs": functools.partial(_moe_kernel, launches=5, tokens=4098),
+        "many pairs": functools.partial(_moe_kernel, launches=5, tokens=1026),
+        "wide": functools.partial(_moe_kernel, **WIDE_MOE),
+        "wide, blocks": functools.partial(_moe_kernel, block_rows=128, **WIDE_MOE),
     },
     "prefill_attention": {
         "bf16": functools.partial(_prefill_attention, dim=64, dtype=jnp.bfloat16),

@@ -2,7 +2,8 @@
 
 MAX_TILE_ROWS = 128
 _FEWEST_TILE_ROWS = 8
-_PAIRS_OF_CTA = 8192
+_SEGMENTS = 128
+_PAIRS_OF_SEGMENT = 4096
 
 
 def tile_rows(pairs: int, experts: int) -> int:
@@ -41,7 +42,22 @@ def tile_capacity(pairs: int, experts: int) -> int:
     return max_tiles(pairs, experts, _FEWEST_TILE_ROWS)
 
 
-def num_counts(pairs: int, experts: int) -> int:
-    """Counts that CTAs of the index leave for each other, as num_counts of the same file."""
-    ctas = -(-pairs // _PAIRS_OF_CTA)
-    return ctas * -(-experts // 2) if ctas > 1 else 0
+def num_counts(tokens: int, top_k: int, experts: int) -> int:
+    """Counts that CTAs of the index leave for each other, as num_counts of the same file.
+
+    Of each segment of the tokens two experts' in a word, whether or not a call has segments: that
+    depends on the device.
+    """
+    segment = min(-(-tokens // _SEGMENTS), _PAIRS_OF_SEGMENT // top_k)
+    return -(-tokens // segment) * -(-experts // 2)
+
+
+def outputs_width(hidden: int, inter: int, *, is_block: bool, is_bf16: bool) -> int:
+    """Values of bf16 that a row has where experts' outputs lie, as num_outputs of the same file.
+
+    Outputs are bf16, or float32 of bf16 experts. Before them the place holds, of block experts,
+    the intermediate in float32, or for the wide products x in e4m3 with its scales, which is less.
+    """
+    if is_bf16:
+        return 2 * hidden
+    return max(hidden, 2 * inter) if is_block else hidden

@@ -85,30 +85,23 @@ def _workspaces(operands: Operands, params: Params) -> Sequence[jax.ShapeDtypeSt
     (tokens, hidden), top_k = operands.x.shape, operands.topk_ids.shape[1]
     num_experts, _, inter = operands.experts.down.shape
     pairs, is_block = tokens * top_k, _is_block(operands)
+    is_bf16 = isinstance(operands.experts, DenseExperts)
+    width = heuristics.outputs_width(hidden, inter, is_block=is_block, is_bf16=is_bf16)
     array = jax.ShapeDtypeStruct
     tiles = heuristics.tile_capacity(pairs, num_experts)
     spaces = [array((size,), jnp.int32) for size in (4, 4 * tiles, pairs, pairs)]
-    counts = heuristics.num_counts(pairs, num_experts)
-    if counts > 0:
-        spaces.append(array((counts,), jnp.uint32))
+    spaces.append(array((heuristics.num_counts(tokens, top_k, num_experts),), jnp.uint32))
     if _quantizes_x(operands):
         spaces.append(array((tokens, hidden), E4M3))
         if is_block:
             spaces.append(array((tokens, _groups(hidden)), jnp.float32))
     spaces.append(array((pairs, inter), operands.experts.down.dtype))
-    if isinstance(operands.experts, DenseExperts):
-        # Of each row float32.
-        return [*spaces, array((pairs, 2 * hidden), jnp.bfloat16)]
+    outputs = array((pairs, width), jnp.bfloat16)
     if not is_block:
-        return [*spaces, array((pairs, hidden), jnp.bfloat16)]
+        return [*spaces, outputs]
     groups = _groups(inter)
-    return [
-        *spaces,
-        array((pairs, groups), jnp.float32),
-        # Also float32 [pairs, inter], before the experts' outputs take its place.
-        array((pairs, max(hidden, 2 * inter)), jnp.bfloat16),
-        array((tiles * groups,), jnp.uint32),
-    ]
+    arrivals = array((tiles * groups,), jnp.uint32)
+    return [*spaces, array((pairs, groups), jnp.float32), outputs, arrivals]
 
 
 KERNEL = Kernel(

@@ -1,0 +1,67 @@
+// Instructions of the wide products: copies, what the CTAs of a cluster tell each other, and
+// results turned over in shared memory.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "common/ptx.cuh"
+
+namespace jax_hpc::fused_moe {
+
+// Of five dimensions, with a policy of the L2 cache.
+__device__ __forceinline__ void copy_wide_weights(SharedAddress to, const CUtensorMap* map,
+                                                  SharedAddress barrier, int x, int group,
+                                                  int expert, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(0), "r"(group), "r"(expert), "l"(policy)
+      : "memory");
+}
+
+// An arrival at a barrier of any CTA of the cluster, whose address is of address_in_cluster, after
+// everything that this warp has written to the cluster: it waits for the memory system.
+__device__ __forceinline__ void arrive_after_writes(SharedAddress barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
+               : "memory");
+}
+
+// Raises a word of any CTA of the cluster to at least `value`.
+__device__ __forceinline__ void raise_in_cluster(SharedAddress word, uint32_t value) {
+  asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(word), "r"(value)
+               : "memory");
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void store_shared_byte(SharedAddress to, uint32_t value) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+__device__ __forceinline__ void store_shared_pair(SharedAddress to, float2 value) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(value.x), "f"(value.y) : "memory");
+}
+__device__ __forceinline__ void store_shared_float(SharedAddress to, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared_words(SharedAddress from) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(from)
+               : "memory");
+  return value;
+}
+
+// Stores four 8x8 matrices of 16-bit values, of which lane l holds, a word each, row l / 4, columns
+// 2 (l % 4) and the next: column i of matrix m, 16 bytes, goes where lane 8 m + i says.
+__device__ __forceinline__ void store_transposed(SharedAddress to, uint4 matrices) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(matrices.x), "r"(matrices.y), "r"(matrices.z), "r"(matrices.w)
+               : "memory");
+}
+
+}  // namespace jax_hpc::fused_moe
