@@ -28,6 +28,7 @@ from benchmarks.model_sizes import MODELS, Model
 from benchmarks.results import Results, sources_hash
 from benchmarks.worker import meta
 from jax_hpc import fp8
+from jax_hpc._registry import OPERATORS
 from jax_hpc.cache import LayerPages
 from jax_hpc.decode import NO_TOKEN
 from jax_hpc.generate import Generator
@@ -44,17 +45,6 @@ FORMS = {
 """All of XLA's forms; our experts and router among XLA's others; everything ours."""
 KV_DTYPES = {"bf16": jnp.bfloat16, "fp8": fp8.E4M3}
 OP = "generate"
-OPERATORS = (
-    "decode_attention",
-    "decode_schedule",
-    "fused_moe",
-    "prefill_attention",
-    "qk_norm_rope_append",
-    "rms_norm",
-    "route_topk",
-    "router_gemm",
-    "router_topk",
-)
 CONTEXT = 64
 """Tokens by which the routing of each sequence's last one is looked at."""
 
@@ -201,7 +191,7 @@ def main(arguments: Sequence[str] | None = None, models: Mapping[str, Model] = M
         "kv": options.kv,
         "format": config.expert_format,
     }
-    source = {"processes": 1, "sources_hash": sources_hash(OPERATORS)}
+    source = {"processes": 1, "sources_hash": sources_hash(sorted(OPERATORS))}
     for form in options.forms.split(","):
         use(model, FORMS[form])
         measured, sequences = measure(model, prompts, options.new, KV_DTYPES[options.kv])

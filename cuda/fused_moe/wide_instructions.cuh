@@ -22,7 +22,7 @@ __device__ __forceinline__ void copy_wide_weights(SharedAddress to, const CUtens
 }
 
 // An arrival at a barrier of any CTA of the cluster, whose address is of address_in_cluster, after
-// everything that this warp has written to the cluster: it waits for the memory system.
+// everything that this thread has written to the cluster: it waits for the memory system.
 __device__ __forceinline__ void arrive_after_writes(SharedAddress barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
                : "memory");
