@@ -12,6 +12,7 @@ file ``--out``.
 """
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ from benchmarks.model_sizes import MODELS, Model
 from benchmarks.results import Results, sources_hash
 from benchmarks.worker import meta
 from jax_hpc import fp8
+from jax_hpc._registry import OPERATORS
+from jax_hpc.cache import LayerPages
 from jax_hpc.decode import NO_TOKEN
 from jax_hpc.generate import Generator
 from jax_hpc.models.decoder import Decoder, SparseMLP
@@ -42,17 +45,6 @@ FORMS = {
 """All of XLA's forms; our experts and router among XLA's others; everything ours."""
 KV_DTYPES = {"bf16": jnp.bfloat16, "fp8": fp8.E4M3}
 OP = "generate"
-OPERATORS = (
-    "decode_attention",
-    "decode_schedule",
-    "fused_moe",
-    "prefill_attention",
-    "qk_norm_rope_append",
-    "rms_norm",
-    "route_topk",
-    "router_gemm",
-    "router_topk",
-)
 CONTEXT = 64
 """Tokens by which the routing of each sequence's last one is looked at."""
 
@@ -119,22 +111,32 @@ def last_choices(model: Decoder, sequences: Sequence[Sequence[int]]) -> list[np.
         q_lens=jnp.full(batch, length, jnp.int32),
         max_q_len=length,
     )
-    graph, params = nnx.split(model)
+    cos_sin = model.cos_sin[...]
+    pages = model.new_cache(batch, page).layers
+    x, chosen = model.embed_tokens(inputs.tokens), []
+    for layer, of_layer in zip(model.layers, pages, strict=True):
+        x, ids = _run_layer(*nnx.split(layer), x, inputs, of_layer, cos_sin)
+        if ids is not None:
+            chosen.append(np.asarray(ids[length - 1 :: length]))
+    return chosen
 
-    @jax.jit
-    def choose(params: Any, inputs: StepInputs, cache: Any) -> list[jax.Array]:
-        model: Any = nnx.merge(graph, params)
-        x, chosen = model.embed_tokens(inputs.tokens), []
-        for layer, pages in zip(model.layers, cache.layers, strict=True):
-            y, _ = layer.self_attn(layer.input_layernorm(x), inputs, pages, model.cos_sin[...])
-            x = x + y
-            y = layer.post_attention_layernorm(x)
-            if isinstance(layer.mlp, SparseMLP):
-                chosen.append(layer.mlp.gate(y).ids[length - 1 :: length])
-            x = x + layer.feed_forward(y, inputs.active)
-        return chosen
 
-    return [np.asarray(ids) for ids in choose(params, inputs, model.new_cache(batch, page))]
+@functools.partial(jax.jit, static_argnums=0)
+def _run_layer(
+    graph: Any,
+    params: Any,
+    x: jax.Array,
+    inputs: StepInputs,
+    pages: LayerPages,
+    cos_sin: jax.Array,
+) -> tuple[jax.Array, jax.Array | None]:
+    """A layer by itself, so that all of a kind are one compilation: its output and its choices."""
+    layer: Any = nnx.merge(graph, params)
+    y, _ = layer.self_attn(layer.input_layernorm(x), inputs, pages, cos_sin)
+    x = x + y
+    y = layer.post_attention_layernorm(x)
+    ids = layer.mlp.gate(y).ids if isinstance(layer.mlp, SparseMLP) else None
+    return x + layer.feed_forward(y, inputs.active), ids
 
 
 def spread(model: Decoder, sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -189,7 +191,7 @@ def main(arguments: Sequence[str] | None = None, models: Mapping[str, Model] = M
         "kv": options.kv,
         "format": config.expert_format,
     }
-    source = {"processes": 1, "sources_hash": sources_hash(OPERATORS)}
+    source = {"processes": 1, "sources_hash": sources_hash(sorted(OPERATORS))}
     for form in options.forms.split(","):
         use(model, FORMS[form])
         measured, sequences = measure(model, prompts, options.new, KV_DTYPES[options.kv])

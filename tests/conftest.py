@@ -18,7 +18,22 @@ def has_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
+class NamesAtOnce:
+    """A failed test's name as soon as it has failed: a run that is cut off has no summary."""
+
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self._reporter = reporter
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._reporter.write_line(f" {report.when} failed: {report.nodeid}")
+
+
+@pytest.hookimpl(trylast=True)  # behind the terminal's own
 def pytest_configure(config: pytest.Config) -> None:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        config.pluginmanager.register(NamesAtOnce(reporter), "names at once")
     if has_gpu():
         # Operators without a kernel say so on a GPU; tests of that warning catch it themselves.
         config.addinivalue_line("filterwarnings", "ignore::jax_hpc.types.FallbackWarning")

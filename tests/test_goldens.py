@@ -62,7 +62,8 @@ def test_float32_logits(directories: dict[str, Path], name: str, prompt: str) ->
     got = logits_of(model, data[f"{prompt}.tokens"], data[f"{prompt}.positions"])
     want = data[f"{prompt}.logits"]
     assert np.abs(want).max() > 1, "logits without spread would prove nothing"
-    assert_close(got, want, atol=1e-4)
+    # An eps of 1e-6 in place of Hy3's 1e-5 moves them by 7e-5.
+    assert_close(got, want, atol=3e-5 if "hy3" in name else 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,12 @@ def test_errors(change: dict[str, Any], error: type[Exception], words: str) -> N
         jax.eval_shape(rms_norm, **arguments)
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_is_positive(scale: float) -> None:
+    with pytest.raises(ValueError, match="rms_norm: argument 'out_scale' must be finite and > 0"):
+        rms_norm(jnp.ones((1, 8)), jnp.ones(8), out_scale=scale)
+
+
 @pytest.mark.parametrize(
     ("eps", "error"), [(-1.0, ValueError), (float("nan"), ValueError), (jnp.ones(()), TypeError)]
 )

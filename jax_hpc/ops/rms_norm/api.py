@@ -35,8 +35,8 @@ def rms_norm(
       weight: ``[H]`` bf16 or float32.
       residual: ``[T, H]`` in x's dtype, added to x; or None.
       eps: of the norm.
-      out_scale: float32 ``[]`` or a number: y in float8_e4m3fn by this scale; None for y in x's
-        dtype.
+      out_scale: float32 ``[]`` or a positive number: y in float8_e4m3fn by this scale; None for y
+        in x's dtype.
       implementation: see :data:`jax_hpc.types.Implementation`.
 
     Returns:
@@ -58,7 +58,11 @@ def rms_norm(
     if residual is not None:
         dims.match("residual", residual, "T H")
         check_dtype(_OPERATOR, "residual", residual, (x.dtype,))
-    scale = jnp.float32(out_scale) if isinstance(out_scale, int | float) else out_scale
+    scale = out_scale
+    if isinstance(scale, int | float):
+        is_scale = math.isfinite(scale) and scale > 0
+        check(is_scale, _OPERATOR, "out_scale", expected="finite and > 0", got=scale)
+        scale = jnp.float32(scale)
     if scale is not None:
         dims.match("out_scale", scale, "")
         check_dtype(_OPERATOR, "out_scale", scale, (jnp.float32,))
