@@ -130,6 +130,8 @@ def test_per_tensor_call() -> None:
     assert text.count("@jax_hpc.fused_moe.v1") == 1
     given = attributes(text)
     assert (given["block_rows"], given["pdl"]) == ("0", "true")
+    assert given["chosen_among"] == "0"
+    assert attributes(lower(arguments(num_experts=48)))["chosen_among"] == "48"
     flags = ("x_scale", "shared_output", "identity_weight")
     assert all(given[f"has_{flag}"] == "false" for flag in flags)
     assert operand_types(text) == [
