@@ -27,7 +27,7 @@ namespace jax_hpc::fused_moe {
 // of 128 178 / 245); tiles of 128 have sums of 128 values, and take 181 / 258 and 515 / 778 in
 // blocks, 145 / 192 and 418 / 578 per tensor.
 inline int choose_tile_rows(const Problem& p) {
-  const double mean = static_cast<double>(num_pairs(p)) / p.experts;
+  const double mean = mean_rows(p);
   for (const int rows : {8, 16, 32, 64}) {
     const double spare = rows - 1 - mean;
     if (spare > 0 && spare * spare >= 4 * mean) return rows;
@@ -75,7 +75,7 @@ inline int choose_wide_rows(const Problem& p, int num_sms) {
   constexpr double kLeastOfBf16 = 60;
   constexpr int kLeastColumns = 256;
   constexpr int kTaskColumns = 64;
-  const double mean = static_cast<double>(num_pairs(p)) / p.experts;
+  const double mean = mean_rows(p);
   const bool is_bf16 = p.format == Format::kBf16;
   const double least_mean = is_bf16 ? kLeastOfBf16 : kLeastOfFp8;
   const int64_t tasks = int64_t{p.experts} * blocks_of(p.inter, kTaskColumns);
@@ -90,7 +90,9 @@ inline Config choose(const Problem& p, int num_sms) {
   const int wide_rows = choose_wide_rows(p, num_sms);
   if (wide_rows > 0) return wide_config(wide_rows);
   Config config{.tile_rows = choose_tile_rows(p), .gate_up_pieces = 1};
-  const int64_t busy_experts = std::min<int64_t>(num_pairs(p), p.experts);
+  const int sharing = sharing_experts(p);
+  const int64_t own_pairs = (num_pairs(p) * p.experts + sharing - 1) / sharing;
+  const int64_t busy_experts = std::min<int64_t>(own_pairs, p.experts);
   const int64_t tiles = busy_experts * blocks_of(p.inter, kTileColumns);
   constexpr int kPieceBytes = 128;
   const bool has_pieces = config.tile_rows == 8 && p.format != Format::kBlock &&
