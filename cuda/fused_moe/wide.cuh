@@ -3,8 +3,7 @@
 // cache.
 //
 // Two warpgroups multiply, 64 weight rows each, and run freely: while one adds a stage's sums up in
-// float32, the other's products run. Of bf16 all sums stay in the tensor cores, and the two CTAs of
-// a cluster, which have the same tokens, copy half of them each, for both (wide_sharing).
+// float32, the other's products run. Of bf16 all sums stay in the tensor cores.
 #pragma once
 
 #include "fused_moe/grouped.cuh"
@@ -66,15 +65,10 @@ struct WideMemory {
     }
     fence_barrier_init();
   }
-  // Tells that this warp, all of it, is done with a stage, in all CTAs whose copies fill it.
-  template <int Sharing>
+  // Tells that this warp, all of it, is done with a stage.
   __device__ __forceinline__ void release(int stage, int lane) const {
     __syncwarp();
-    if constexpr (Sharing == 1) {
-      if (lane == 0) arrive(empty(stage));
-    } else if (lane < Sharing) {
-      arrive_after_reads(address_in_cluster(empty(stage), static_cast<uint32_t>(lane)));
-    }
+    if (lane == 0) arrive(empty(stage));
   }
 };
 
@@ -89,36 +83,18 @@ struct WidePlace {
   }
 };
 
-// A CTA's tasks: neighbours of a cluster have neighbouring parts of a tile.
-template <int Cluster>
-class WideWalk {
- public:
-  // Of `extent` weight rows or columns, of which a CTA has `cta_extent`.
-  __device__ __forceinline__ WideWalk(const Index& index, int extent, int cta_extent)
-      : walk_(index, nullptr, ceil_div(extent, Cluster * cta_extent),
-              static_cast<int>(blockIdx.x) / Cluster, static_cast<int>(gridDim.x) / Cluster),
-        rank_(Cluster > 1 ? static_cast<int>(cluster_rank()) : 0) {}
-
-  // A part may lie behind all columns, in the second CTA of a cluster.
-  __device__ __forceinline__ bool next(Tile& tile, int& part) {
-    if (!walk_.next(tile, part)) return false;
-    part = part * Cluster + rank_;
-    return true;
-  }
-
- private:
-  TaskWalk walk_;
-  int rank_;
-};
+// A CTA's tasks.
+__device__ __forceinline__ TaskWalk wide_walk(const Index& index, int parts) {
+  return {index, nullptr, parts, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+}
 
 __device__ __forceinline__ int wide_steps(const Tile& tile) {
   return ceil_div(tile.rows, kWideStep);
 }
 
 // By one thread: 128 weight rows, `groups` groups of them.
-template <class Walk>
-__device__ __forceinline__ void copy_wide_weights(const WideMemory& memory, Walk walk, int turns,
-                                                  int groups, const CUtensorMap* map,
+__device__ __forceinline__ void copy_wide_weights(const WideMemory& memory, TaskWalk walk,
+                                                  int turns, int groups, const CUtensorMap* map,
                                                   uint64_t policy) {
   WidePlace place;
   Tile tile;
@@ -135,15 +111,10 @@ __device__ __forceinline__ void copy_wide_weights(const WideMemory& memory, Walk
   }
 }
 
-// By one thread: a tile's rows, of CTAs that share them every `Sharing`th box. What lies behind its
-// last row is nobody's business.
-template <int Sharing, class Walk>
-__device__ __forceinline__ void copy_wide_rows(const WideMemory& memory, Walk walk, int turns,
+// By one thread: a tile's rows. What lies behind its last row is nobody's business.
+__device__ __forceinline__ void copy_wide_rows(const WideMemory& memory, TaskWalk walk, int turns,
                                                const CUtensorMap* map) {
   constexpr int kBoxBytes = kWideBoxRows * kStageValues;
-  constexpr uint16_t kAll = (1 << Sharing) - 1;
-  static_assert(kWideStep / kWideBoxRows % Sharing == 0);
-  const int rank = Sharing > 1 ? static_cast<int>(cluster_rank()) : 0;
   WidePlace place;
   Tile tile;
   int part;
@@ -154,14 +125,9 @@ __device__ __forceinline__ void copy_wide_rows(const WideMemory& memory, Walk wa
       wait(memory.empty(place.stage), place.parity ^ 1);
       const SharedAddress full = memory.full(place.stage);
       arrive_expecting(full, static_cast<uint32_t>(boxes * kBoxBytes));
-      for (int i = rank; i < boxes; i += Sharing) {
-        const SharedAddress to = memory.rows(place.stage) + i * kBoxBytes;
-        const int row = tile.first_row + i * kWideBoxRows;
-        if constexpr (Sharing == 1) {
-          copy_tile(to, map, full, turn * kStageValues, row);
-        } else {
-          copy_tile_to(kAll, to, map, full, turn * kStageValues, row);
-        }
+      for (int i = 0; i < boxes; ++i) {
+        copy_tile(memory.rows(place.stage) + i * kBoxBytes, map, full, turn * kStageValues,
+                  tile.first_row + i * kWideBoxRows);
       }
     }
   }
@@ -169,7 +135,7 @@ __device__ __forceinline__ void copy_wide_rows(const WideMemory& memory, Walk wa
 
 // A task's products of bf16. Those of a stage are asked for before those of the one before are
 // waited for.
-template <int Sharing, int Rows>
+template <int Rows>
 __device__ __forceinline__ void multiply_wide_bf16(const WideMemory& memory, int turns,
                                                    const Fragment& f, WidePlace& place,
                                                    float (&sums)[Rows / 2]) {
@@ -189,16 +155,16 @@ __device__ __forceinline__ void multiply_wide_bf16(const WideMemory& memory, int
     }
     wgmma_commit();
     wgmma_wait<1>();
-    if (before >= 0) memory.release<Sharing>(before, f.lane);
+    if (before >= 0) memory.release(before, f.lane);
     before = place.stage;
   }
   wgmma_wait<0>();
   hold_all(sums);
-  memory.release<Sharing>(before, f.lane);
+  memory.release(before, f.lane);
 }
 
 // A task's products.
-template <int Sharing, int Rows>
+template <int Rows>
 __device__ __forceinline__ void multiply_wide(const WideMemory& memory, int turns,
                                               const Fragment& f, WidePlace& place,
                                               float (&totals)[Rows / 2]) {
@@ -214,7 +180,7 @@ __device__ __forceinline__ void multiply_wide(const WideMemory& memory, int turn
     wgmma_commit();
     wgmma_wait<0>();
     hold_all(sums);
-    memory.release<Sharing>(place.stage, f.lane);
+    memory.release(place.stage, f.lane);
 #pragma unroll
     for (int i = 0; i < Rows / 2; ++i) totals[i] += sums[i];
   }
@@ -259,17 +225,5 @@ struct WideChunks {
     }
   }
 };
-
-// At a kernel's start and end, by all threads: a CTA may be reached from now on, or no longer.
-template <int Cluster>
-__device__ __forceinline__ void meet_cluster() {
-  if constexpr (Cluster > 1) {
-    __syncwarp();
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
-}
 
 }  // namespace jax_hpc::fused_moe

@@ -38,11 +38,11 @@ struct WideDownTask {
   __device__ __forceinline__ void run() const {
     float totals[Rows / 2];
     if constexpr (format == Format::kBf16) {
-      multiply_wide_bf16<wide_sharing(format), Rows>(memory, turns, f, place, totals);
+      multiply_wide_bf16<Rows>(memory, turns, f, place, totals);
       write_floats<Rows>(totals);
     } else {
       const float factor = a.weights.act_scale_of(tile.expert) * a.weights.down_scale[tile.expert];
-      multiply_wide<wide_sharing(format), Rows>(memory, turns, f, place, totals);
+      multiply_wide<Rows>(memory, turns, f, place, totals);
       stage<Rows>(factor, totals);
       write();
     }
@@ -128,8 +128,7 @@ struct WideDownTask {
 
 template <Format format>
 __device__ __forceinline__ void multiply_down(const WideMemory& memory, const Problem& p,
-                                              const WideDown& a,
-                                              WideWalk<wide_sharing(format)> walk, int turns) {
+                                              const WideDown& a, TaskWalk walk, int turns) {
   const Fragment f(static_cast<int>(threadIdx.x), kWideGroups);
   WidePlace place;
   Tile tile;
@@ -141,20 +140,19 @@ __device__ __forceinline__ void multiply_down(const WideMemory& memory, const Pr
   }
 }
 
-// Grid: any number of clusters, which share the tasks.
+// Grid: any number of CTAs, which share the tasks.
 template <Format format>
 __global__ void __launch_bounds__(kWideThreads, 1)
     wide_down_kernel(const __grid_constant__ Problem p, const __grid_constant__ WideDown a,
                      const __grid_constant__ CUtensorMap weight_map,
                      const __grid_constant__ CUtensorMap row_map) {
-  constexpr int kSharing = wide_sharing(format);
   extern __shared__ uint8_t wide_down_memory[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const WideMemory memory(wide_down_memory, a.layout);
-  if (threadIdx.x == 0) memory.init(2, kSharing * kWideConsumerWarps);
-  meet_cluster<kSharing>();
+  if (threadIdx.x == 0) memory.init(2, kWideConsumerWarps);
+  __syncthreads();
   // The index was written two kernels ago, and weights by none; the intermediate just now.
-  const WideWalk<kSharing> walk(a.index, p.hidden, kWideWeightRows);
+  const TaskWalk walk = wide_walk(a.index, ceil_div(p.hidden, kWideWeightRows));
   const int turns = ceil_div(p.inter * value_bytes(format), kStageRow);
   if (warp >= kWideConsumerWarps) {
     leave_registers<kWideProducerRegisters>();
@@ -166,14 +164,12 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     } else {
       wait_for_previous_kernel();
       let_next_kernel_start();
-      if (warp == kWideRowWarp && elect_one())
-        copy_wide_rows<kSharing>(memory, walk, turns, &row_map);
+      if (warp == kWideRowWarp && elect_one()) copy_wide_rows(memory, walk, turns, &row_map);
     }
   } else {
     take_registers<kWideConsumerRegisters>();
     multiply_down<format>(memory, p, a, walk, turns);
   }
-  if constexpr (kSharing > 1) meet_cluster<kSharing>();
 }
 
 }  // namespace jax_hpc::fused_moe

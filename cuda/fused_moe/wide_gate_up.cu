@@ -14,17 +14,25 @@ struct Maps {
   CUtensorMap rows;
 };
 
-template <int kCluster, class Kernel>
-cudaError_t launch_as(Kernel kernel, int threads, const Problem& p, const Config& config,
+// How a format's kernel is launched: `parts` tasks of a tile, which as many CTAs of a cluster
+// divide.
+struct Form {
+  int parts;
+  int cluster;
+  int threads;
+};
+
+template <class Kernel>
+cudaError_t launch_as(Kernel kernel, const Form& form, const Problem& p, const Config& config,
                       const WideGateUp& arrays, const Maps& maps, bool overlaps_previous,
                       int num_sms, cudaStream_t stream) {
-  const int64_t tasks = max_tiles(p, config) * ceil_div(p.inter, kCluster * kWideColumns);
+  const int64_t tasks = max_tiles(p, config) * form.parts;
   if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
-  const int64_t clusters = std::min<int64_t>(tasks, num_sms / kCluster);
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(clusters * kCluster)),
-                          .threads = threads,
+  const int64_t ctas = std::min<int64_t>(tasks, num_sms / form.cluster * form.cluster);
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(ctas)),
+                          .threads = form.threads,
                           .shared_bytes = arrays.layout.total,
-                          .cluster = kCluster,
+                          .cluster = form.cluster,
                           .overlaps_previous = overlaps_previous};
   return launch_kernel(kernel, shape, stream, p, arrays, maps.weights, maps.rows);
 }
@@ -50,20 +58,14 @@ cudaError_t launch_wide_gate_up(const Problem& p, const Config& config, const In
                           rows,
                           WideLayout(config.tile_rows, has_blocks ? kGateUpScales : 0, staged),
                           weight_policy(p, config)};
-  switch (p.format) {
-    case Format::kTensor:
-      return launch_as<wide_sharing(Format::kTensor)>(wide_gate_up_kernel<Format::kTensor>,
-                                                      kWideThreads, p, config, arrays, maps,
-                                                      overlaps_previous, num_sms, stream);
-    case Format::kBlock:
-      return launch_as<kRowCluster>(wide_row_gate_up_kernel, kRowThreads, p, config, arrays, maps,
-                                    overlaps_previous, num_sms, stream);
-    case Format::kBf16:
-      return launch_as<wide_sharing(Format::kBf16)>(wide_gate_up_kernel<Format::kBf16>,
-                                                    kWideThreads, p, config, arrays, maps,
-                                                    overlaps_previous, num_sms, stream);
+  if (has_blocks) {
+    return launch_as(wide_row_gate_up_kernel, {row_gate_up_parts(p), kRowCluster, kRowThreads}, p,
+                     config, arrays, maps, overlaps_previous, num_sms, stream);
   }
-  return cudaErrorInvalidValue;
+  const auto kernel = p.format == Format::kTensor ? wide_gate_up_kernel<Format::kTensor>
+                                                  : wide_gate_up_kernel<Format::kBf16>;
+  return launch_as(kernel, {ceil_div(p.inter, kWideColumns), 1, kWideThreads}, p, config, arrays,
+                   maps, overlaps_previous, num_sms, stream);
 }
 
 }  // namespace jax_hpc::fused_moe

@@ -1,8 +1,7 @@
 // act = requantised, or rounded, SiLU(gate) * up of rows sorted by expert, for many rows an expert.
 //
 // The weight rows of a CTA are eight gate rows, the eight up rows that belong to them, and so on:
-// a thread holds gate and up of the same column of the intermediate. A CTA has 64 columns. Of 128,
-// which share a dynamic scale, two CTAs of a cluster tell each other the magnitudes.
+// a thread holds gate and up of the same column of the intermediate. A CTA has 64 columns.
 #pragma once
 
 #include "fused_moe/gate_up_results.cuh"
@@ -51,10 +50,10 @@ struct WideGateUpTask {
   __device__ __forceinline__ void run() const {
     float totals[Rows / 2];
     if constexpr (format == Format::kBf16) {
-      multiply_wide_bf16<wide_sharing(format), Rows>(memory, turns, f, place, totals);
+      multiply_wide_bf16<Rows>(memory, turns, f, place, totals);
       write_rounded<Rows>(totals);
     } else {
-      multiply_wide<wide_sharing(format), Rows>(memory, turns, f, place, totals);
+      multiply_wide<Rows>(memory, turns, f, place, totals);
       const TensorScales scales(a.weights, tile.expert);
       stage<Rows>([&](int i) {
         const float* gate = totals + 2 * i;
@@ -136,9 +135,9 @@ struct WideGateUpTask {
   }
 };
 
-template <Format format, class Walk>
+template <Format format>
 __device__ __forceinline__ void multiply_gate_up(const WideMemory& memory, const Problem& p,
-                                                 const WideGateUp& a, Walk walk, int turns) {
+                                                 const WideGateUp& a, TaskWalk walk, int turns) {
   const Fragment f(static_cast<int>(threadIdx.x), kWideGroups);
   WidePlace place;
   Tile tile;
@@ -149,22 +148,21 @@ __device__ __forceinline__ void multiply_gate_up(const WideMemory& memory, const
   }
 }
 
-// Grid: any number of clusters, which share the tasks.
+// Grid: any number of CTAs, which share the tasks.
 template <Format format>
 __global__ void __launch_bounds__(kWideThreads, 1)
     wide_gate_up_kernel(const __grid_constant__ Problem p, const __grid_constant__ WideGateUp a,
                         const __grid_constant__ CUtensorMap weight_map,
                         const __grid_constant__ CUtensorMap row_map) {
-  constexpr int kSharing = wide_sharing(format);
   extern __shared__ uint8_t wide_gate_up_memory[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const WideMemory memory(wide_gate_up_memory, a.layout);
-  if (threadIdx.x == 0) memory.init(2, kSharing * kWideConsumerWarps);
-  meet_cluster<kSharing>();
+  if (threadIdx.x == 0) memory.init(2, kWideConsumerWarps);
+  __syncthreads();
   // The index and the sorted rows were written just now.
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const WideWalk<kSharing> walk(a.index, p.inter, kWideColumns);
+  const TaskWalk walk = wide_walk(a.index, ceil_div(p.inter, kWideColumns));
   const int turns = ceil_div(p.hidden * value_bytes(format), kStageRow);
   if (warp >= kWideConsumerWarps) {
     leave_registers<kWideProducerRegisters>();
@@ -173,13 +171,12 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         copy_wide_weights(memory, walk, turns, kWideColumns / kGroupRows, &weight_map, a.policy);
       }
     } else if (warp == kWideRowWarp) {
-      if (elect_one()) copy_wide_rows<kSharing>(memory, walk, turns, &row_map);
+      if (elect_one()) copy_wide_rows(memory, walk, turns, &row_map);
     }
   } else {
     take_registers<kWideConsumerRegisters>();
     multiply_gate_up<format>(memory, p, a, walk, turns);
   }
-  meet_cluster<kSharing>();
 }
 
 }  // namespace jax_hpc::fused_moe

@@ -1,5 +1,5 @@
-// Instructions of the wide products: copies, what the CTAs of a cluster tell each other, and
-// results turned over in shared memory.
+// Instructions of the wide products: the weights' copies, a cluster's barrier, and results on their
+// way through shared memory.
 #pragma once
 
 #include <cuda.h>
@@ -19,24 +19,6 @@ __device__ __forceinline__ void copy_wide_weights(SharedAddress to, const CUtens
       ".L2::cache_hint [%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;" ::"r"(to),
       "l"(map), "r"(barrier), "r"(x), "r"(0), "r"(group), "r"(expert), "l"(policy)
       : "memory");
-}
-
-// A tile of two dimensions to the same place of every CTA that `ctas` has a bit of, whose barriers
-// at the same place count its bytes.
-__device__ __forceinline__ void copy_tile_to(uint16_t ctas, SharedAddress to,
-                                             const CUtensorMap* map, SharedAddress barrier, int x,
-                                             int y) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(ctas)
-      : "memory");
-}
-
-// An arrival at a barrier of any CTA of the cluster, whose address is of address_in_cluster, that
-// tells of reads alone.
-__device__ __forceinline__ void arrive_after_reads(SharedAddress barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void cluster_arrive() {

@@ -132,7 +132,7 @@ struct RowScales {
 };
 
 // A task's products. A warpgroup without tokens frees the stages alone.
-template <int Count, int Sharing>
+template <int Count>
 __device__ __forceinline__ void multiply_rows(const WideMemory& memory, int turns, bool has_tokens,
                                               const RowFragment& f, WidePlace& place,
                                               float (&totals)[kRowSums]) {
@@ -142,7 +142,7 @@ __device__ __forceinline__ void multiply_rows(const WideMemory& memory, int turn
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance(memory.layout.stages)) {
       wait(memory.full(place.stage), place.parity);
-      memory.release<Sharing>(place.stage, f.lane);
+      memory.release(place.stage, f.lane);
     }
     return;
   }
@@ -157,7 +157,7 @@ __device__ __forceinline__ void multiply_rows(const WideMemory& memory, int turn
     const RowScales<Count> scales(memory.scales(place.stage), f.token);
     wgmma_wait<0>();
     hold_all(sums);
-    memory.release<Sharing>(place.stage, f.lane);
+    memory.release(place.stage, f.lane);
 #pragma unroll
     for (int i = 0; i < kRowSums; ++i) totals[i] += sums[i] * scales.of[i / 2 % 2][i / 4 % Count];
   }

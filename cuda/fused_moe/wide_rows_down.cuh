@@ -36,9 +36,8 @@ __device__ __forceinline__ void write_row_outputs(const WideMemory& memory, cons
   }
 }
 
-template <class Walk>
 __device__ __forceinline__ void multiply_row_down(const WideMemory& memory, const Problem& p,
-                                                  const WideDown& a, Walk walk, int turns) {
+                                                  const WideDown& a, TaskWalk walk, int turns) {
   const RowFragment f(static_cast<int>(threadIdx.x));
   WidePlace place;
   Tile tile;
@@ -46,44 +45,40 @@ __device__ __forceinline__ void multiply_row_down(const WideMemory& memory, cons
   while (walk.next(tile, part)) {
     const bool has_tokens = f.group * kRowsOfGroup < tile.rows;
     float totals[kRowSums];
-    multiply_rows<1, wide_sharing(Format::kBlock)>(memory, turns, has_tokens, f, place, totals);
+    multiply_rows<1>(memory, turns, has_tokens, f, place, totals);
     if (has_tokens) write_row_outputs(memory, p, a, f, tile, part, totals);
   }
 }
 
 // By two warps.
 __device__ __forceinline__ void copy_down_scales(const WideMemory& memory, const Problem& p,
-                                                 const WideDown& a,
-                                                 WideWalk<wide_sharing(Format::kBlock)> walk,
-                                                 int turns, int warp, int lane) {
+                                                 const WideDown& a, TaskWalk walk, int turns,
+                                                 int warp, int lane) {
   TaskScales<1> scales(memory, warp, lane);
   const int hidden_blocks = ceil_div(p.hidden, kBlock);
   Tile tile;
   int part;
   while (walk.next(tile, part)) {
-    // A CTA without hidden values has zeros of weights.
-    const int block = min(part, hidden_blocks - 1);
     const float* weight =
-        a.weights.down_block_scale + (int64_t{tile.expert} * hidden_blocks + block) * turns;
+        a.weights.down_block_scale + (int64_t{tile.expert} * hidden_blocks + part) * turns;
     scales.copy_task(a.rows.act_scale + int64_t{tile.first_row} * turns, turns, tile.rows, {weight},
                      turns);
   }
 }
 
-// Grid: any number of clusters, which share the tasks.
+// Grid: any number of CTAs, which share the tasks.
 static __global__ void __launch_bounds__(kRowThreads, 1)
     wide_row_down_kernel(const __grid_constant__ Problem p, const __grid_constant__ WideDown a,
                          const __grid_constant__ CUtensorMap weight_map,
                          const __grid_constant__ CUtensorMap row_map) {
-  constexpr int kSharing = wide_sharing(Format::kBlock);
   extern __shared__ uint8_t wide_row_down_memory[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const WideMemory memory(wide_row_down_memory, a.layout);
-  if (threadIdx.x == 0) memory.init(2 + kScaleArrivals, kSharing * kRowConsumerWarps);
-  meet_cluster<kSharing>();
+  if (threadIdx.x == 0) memory.init(2 + kScaleArrivals, kRowConsumerWarps);
+  __syncthreads();
   // The index was written two kernels ago, and weights by none; the intermediate just now.
-  const WideWalk<kSharing> walk(a.index, p.hidden, kWideWeightRows);
+  const TaskWalk walk = wide_walk(a.index, ceil_div(p.hidden, kWideWeightRows));
   const int turns = ceil_div(p.inter, kStageValues);
   if (warp >= kRowConsumerWarps) {
     leave_registers<kRowProducerRegisters>();
@@ -96,7 +91,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1)
       wait_for_previous_kernel();
       let_next_kernel_start();
       if (warp == kRowRowWarp) {
-        if (elect_one()) copy_wide_rows<kSharing>(memory, walk, turns, &row_map);
+        if (elect_one()) copy_wide_rows(memory, walk, turns, &row_map);
       } else {
         copy_down_scales(memory, p, a, walk, turns, warp - kRowScaleWarp, lane);
       }
@@ -105,7 +100,6 @@ static __global__ void __launch_bounds__(kRowThreads, 1)
     take_registers<kRowConsumerRegisters>();
     multiply_row_down(memory, p, a, walk, turns);
   }
-  if constexpr (kSharing > 1) meet_cluster<kSharing>();
 }
 
 }  // namespace jax_hpc::fused_moe

@@ -111,9 +111,9 @@ struct RowGateUpTask {
   }
 };
 
-template <class Walk>
 __device__ __forceinline__ void multiply_row_gate_up(const WideMemory& memory, const Problem& p,
-                                                     const WideGateUp& a, Walk walk, int turns) {
+                                                     const WideGateUp& a, TaskWalk walk,
+                                                     int turns) {
   const RowFragment f(static_cast<int>(threadIdx.x));
   WidePlace place;
   Tile tile;
@@ -122,7 +122,7 @@ __device__ __forceinline__ void multiply_row_gate_up(const WideMemory& memory, c
   while (walk.next(tile, part)) {
     const bool has_tokens = f.group * kRowsOfGroup < tile.rows;
     float totals[kRowSums];
-    multiply_rows<2, wide_sharing(Format::kBlock)>(memory, turns, has_tokens, f, place, totals);
+    multiply_rows<2>(memory, turns, has_tokens, f, place, totals);
     if (!has_tokens) continue;
     RowGateUpTask{memory, p, a, f, tile, part, number}.finish(totals);
     ++number;
@@ -130,9 +130,8 @@ __device__ __forceinline__ void multiply_row_gate_up(const WideMemory& memory, c
 }
 
 // By two warps.
-template <class Walk>
 __device__ __forceinline__ void copy_gate_up_scales(const WideMemory& memory, const Problem& p,
-                                                    const WideGateUp& a, Walk walk, int turns,
+                                                    const WideGateUp& a, TaskWalk walk, int turns,
                                                     int warp, int lane) {
   TaskScales<2> scales(memory, warp, lane);
   const int row_blocks = ceil_div(p.inter, kBlock);
@@ -148,12 +147,24 @@ __device__ __forceinline__ void copy_gate_up_scales(const WideMemory& memory, co
   }
 }
 
+// By all threads: from now on the cluster's other CTA may be reached, or no longer.
+__device__ __forceinline__ void meet_cluster() {
+  __syncwarp();
+  cluster_arrive();
+  cluster_wait();
+}
+
+// Columns of a tile are cut into an even number of parts, of which the last may be empty: the CTAs
+// of a cluster, neighbours among an even number of CTAs, have neighbouring parts of the same tile.
+__host__ __device__ constexpr int row_gate_up_parts(const Problem& p) {
+  return kRowCluster * ceil_div(p.inter, kRowCluster * kWideColumns);
+}
+
 // Grid: any number of clusters, which share the tasks.
 static __global__ void __launch_bounds__(kRowThreads, 1)
     wide_row_gate_up_kernel(const __grid_constant__ Problem p, const __grid_constant__ WideGateUp a,
                             const __grid_constant__ CUtensorMap weight_map,
                             const __grid_constant__ CUtensorMap row_map) {
-  constexpr int kSharing = wide_sharing(Format::kBlock);
   extern __shared__ uint8_t wide_row_gate_up_memory[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -163,13 +174,13 @@ static __global__ void __launch_bounds__(kRowThreads, 1)
     for (int i = 0; i < kRowConsumerWarps * kExchanges; ++i) {
       init_barrier(memory.exchange() + i * 8, 1);
     }
-    memory.init(2 + kScaleArrivals, kSharing * kRowConsumerWarps);
+    memory.init(2 + kScaleArrivals, kRowConsumerWarps);
   }
-  meet_cluster<kRowCluster>();
+  meet_cluster();
   // The index and the sorted rows were written just now.
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const WideWalk<kRowCluster> walk(a.index, p.inter, kWideColumns);
+  const TaskWalk walk = wide_walk(a.index, row_gate_up_parts(p));
   const int turns = ceil_div(p.hidden, kStageValues);
   if (warp >= kRowConsumerWarps) {
     leave_registers<kRowProducerRegisters>();
@@ -178,7 +189,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1)
         copy_wide_weights(memory, walk, turns, kWideColumns / kGroupRows, &weight_map, a.policy);
       }
     } else if (warp == kRowRowWarp) {
-      if (elect_one()) copy_wide_rows<kSharing>(memory, walk, turns, &row_map);
+      if (elect_one()) copy_wide_rows(memory, walk, turns, &row_map);
     } else {
       copy_gate_up_scales(memory, p, a, walk, turns, warp - kRowScaleWarp, lane);
     }
@@ -186,7 +197,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1)
     take_registers<kRowConsumerRegisters>();
     multiply_row_gate_up(memory, p, a, walk, turns);
   }
-  meet_cluster<kRowCluster>();
+  meet_cluster();
 }
 
 }  // namespace jax_hpc::fused_moe

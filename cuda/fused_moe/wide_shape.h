@@ -18,13 +18,6 @@ __host__ __device__ constexpr int wide_most_rows(Format format) {
   return format == Format::kBf16 ? kWideMostSums : kWideMostRows;
 }
 
-// CTAs of a cluster that have neighbouring weight rows of a tile, and of which each copies its part
-// of the tile's tokens for all: a stage of bf16 is 1024 cycles of products, in which a CTA would
-// read 48 KB from the L2 cache, about twice of what that gives to all SMs at once.
-__host__ __device__ constexpr int wide_sharing(Format format) {
-  return format == Format::kBf16 ? 2 : 1;
-}
-
 // Behind the stages: their barriers, and what two CTAs tell each other, with its barriers.
 constexpr int kWideMostStages = 8;
 constexpr int kWideBarrierBytes = kWideMostStages * 16;
