@@ -55,7 +55,7 @@ struct WideLayout {
 constexpr uint64_t kEvictNormal = 0x1000000000000000;
 constexpr uint64_t kEvictFirstPolicy = 0x12f0000000000000;
 constexpr uint64_t weight_policy(const Problem& p, const Config& c) {
-  return num_pairs(p) > int64_t{p.experts} * c.tile_rows ? kEvictNormal : kEvictFirstPolicy;
+  return mean_rows(p) > c.tile_rows ? kEvictNormal : kEvictFirstPolicy;
 }
 
 }  // namespace jax_hpc::fused_moe
