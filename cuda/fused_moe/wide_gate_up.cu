@@ -14,10 +14,9 @@ struct Maps {
   CUtensorMap rows;
 };
 
-// How a format's kernel is launched: `parts` tasks of a tile, which as many CTAs of a cluster
-// divide.
+// How a format's kernel is launched.
 struct Form {
-  int parts;
+  int parts;  // tasks of a tile, a multiple of the cluster's CTAs
   int cluster;
   int threads;
 };
