@@ -60,19 +60,20 @@ inline int wide_bf16_rows(double mean) {
 // Measured on an H200, the whole call in us, 24 experts x 1536, 4096 hidden values, 8 choices, cold
 // weights:
 //
-//                    per tensor             in blocks
-//      T     mean    others    wide     others    wide   rows of a wide tile
-//    128       43       142     130        173     148                   128
-//    256       85       197     151        269     185                   128
-//    512      171       374     243        499     288                   192
-//   1024      341       578     383        778     525                   192
+//                    per tensor             in blocks                     bf16
+//      T     mean    others    wide     others    wide   rows   others    wide   rows
+//     64       21       115       -        127       -             215     221    128
+//    128       43       142     127        173     131    128      249       -    128
+//    256       85       197     149        269     172    128      317     305    128
+//    512      171       374     214        499     233    192        -       -    256
+//   1024      341       578     380        778     426    192      766     673    192
 //
-// With T = 64 (mean 21) the others take 115 and 127, as long as the weights take, and are kept.
-// With 192 columns a down product has two stages, and the others stay faster. Of bf16 the least
-// mean is not measured: from about 60 on the others' products take longer than the weights.
+// With T = 64 the others take as long as the weights take, and are kept. Of bf16 16 experts x 1536
+// take 147 / 149 for a mean of 16, 155 / 152 for 32, 196 / 168 for 64 and 302 / 208 for 128. With 192
+// columns a down product has two stages, and the others stay faster.
 inline int choose_wide_rows(const Problem& p, int num_sms) {
   constexpr double kLeastOfFp8 = 40;
-  constexpr double kLeastOfBf16 = 60;
+  constexpr double kLeastOfBf16 = 30;
   constexpr int kLeastColumns = 256;
   constexpr int kTaskColumns = 64;
   const double mean = mean_rows(p);
