@@ -60,7 +60,9 @@ EXPECTED_OF_INSTANCES = {
     ("down_kernel", "FormatE0E"): ("QGMMA",),
     ("down_kernel", "FormatE1E"): ("QGMMA",),
     ("down_kernel", "FormatE2E"): ("HGMMA",),
-    ("place_kernel", "Lb1EEE"): ("F2FP.SATFINITE.E4M3",),  # for the wide products, which it sorts
+    # for the wide products, whose rows it sorts
+    ("place_kernel", "FormatE0ELb1E"): ("F2FP.SATFINITE.E4M3",),
+    ("place_kernel", "FormatE1ELb1E"): ("F2FP.SATFINITE.E4M3",),
     ("wide_gate_up_kernel", "FormatE0E"): ("QGMMA.64x128x32", "QGMMA.64x192x32"),
     ("wide_gate_up_kernel", "FormatE2E"): ("HGMMA.64x128x16", "HGMMA.64x256x16", "STSM.16.MT88.4"),
     ("wide_down_kernel", "FormatE0E"): ("QGMMA.64x128x32", "QGMMA.64x192x32", "STSM.16.MT88.4"),

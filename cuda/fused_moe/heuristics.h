@@ -69,8 +69,8 @@ inline int wide_bf16_rows(double mean) {
 //   1024      341       578     380        778     426    192      766     673    192
 //
 // With T = 64 the others take as long as the weights take, and are kept. Of bf16 16 experts x 1536
-// take 147 / 149 for a mean of 16, 155 / 152 for 32, 196 / 168 for 64 and 302 / 208 for 128. With 192
-// columns a down product has two stages, and the others stay faster.
+// take 147 / 149 for a mean of 16, 155 / 152 for 32, 196 / 168 for 64 and 302 / 208 for 128. With
+// 192 columns a down product has two stages, and the others stay faster.
 inline int choose_wide_rows(const Problem& p, int num_sms) {
   constexpr double kLeastOfFp8 = 40;
   constexpr double kLeastOfBf16 = 30;
