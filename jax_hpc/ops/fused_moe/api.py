@@ -61,7 +61,7 @@ def fused_moe(
         ``[T, ceil(H / 128)]`` for block experts.
       expert_offset: first expert id of ``experts``, int or int32 ``[]`` (may be traced).
       num_experts: experts of all ranks, among which the tokens choose; E by default. A hint of
-        how many rows an expert gets, by which the work is cut: it changes no result.
+        how many rows an expert gets, by which the work is cut: results differ by roundings.
       shared_output: ``[T, H]`` in the output's dtype, or None.
       identity_weight: ``[T]`` float32, summed weights of zero experts
         (:func:`jax_hpc.route_topk`), or None.

@@ -36,7 +36,7 @@ class Params:
     """Static parameters, beside what the experts' type, shapes and block_rows say.
 
     chosen_among: experts of all ranks, or None for those of the call. It changes how work is
-        cut, and no result.
+        cut, and results by roundings alone.
     """
 
     chosen_among: int | None = None
