@@ -87,9 +87,6 @@ STACK = {
     ("prefill_kernel", "Fp8CacheELi64EE"): 8,
     # 18 warps of 112 registers at most: where a task stands, not in the products' loop.
     ("gate_up_kernel", "ILi128ELi1ELNS0_6FormatE2EE"): 16,
-    # Sums and totals of 192 tokens: 192 of 232 registers. What is spilled is where a task stands:
-    # at most four accesses in a stage of the products.
-    ("wide_gate_up_kernel", "FormatE0E"): 112,
 }
 
 

@@ -97,20 +97,21 @@ struct WideGateUpTask {
         });
   }
 
-  // Gathers the warpgroup's results: value(2 j) are those of token 8 j + token0 and
-  // the next.
+  // Gathers the warpgroup's results: value(2 j) are those of token 8 j + token0 and the next. Four
+  // lanes turn over what they have, a column of four tokens each, so that each writes four columns
+  // of a token: bytes written one by one needed 96 addresses, which ptxas kept in local memory.
   template <int Rows, class Value>
   __device__ __forceinline__ void stage(const Value& value) const {
     sync_threads<kWarpgroup>(kGroupBarrier + f.group);
-    const SharedAddress to = staged();
-    const int column = f.warp * kGroupRows + f.row;
+    const int of_four = f.row % 4;
+    const int token = of_four / 2 * 8 + f.token0 + of_four % 2;
+    const SharedAddress to = staged() + staged_place(token, f.warp * kGroupRows + f.row / 4 * 4);
 #pragma unroll
-    for (int j = 0; j < Rows / 8; ++j) {
-      const int token = 8 * j + f.token0;
-      const float2 act = value(2 * j);
-      const uint32_t pair = pack_fp8(act.x, act.y, 0.0f, 0.0f, 1.0f);
-      store_shared_byte(to + staged_place(token, column), pair);
-      store_shared_byte(to + staged_place(token + 1, column), pair >> 8);
+    for (int j = 0; j < Rows / 8; j += 2) {
+      const float2 first = value(2 * j);
+      const float2 second = value(2 * j + 2);
+      const uint32_t own = pack_fp8(first.x, first.y, second.x, second.y, 1.0f);
+      store_shared_word(to + j * 8 * kWideGroupColumns, turn_over_bytes(own, of_four));
     }
     sync_threads<kWarpgroup>(kGroupBarrier + f.group);
   }

@@ -25,9 +25,14 @@ __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void store_shared_byte(SharedAddress to, uint32_t value) {
-  asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+// Turns over the bytes of four lanes that lie 4 apart, of which this one is `lane`: byte i of lane
+// q becomes byte q of lane i.
+__device__ __forceinline__ uint32_t turn_over_bytes(uint32_t own, int lane) {
+  const uint32_t pairs =
+      __byte_perm(own, __shfl_xor_sync(~0u, own, 4), lane % 2 == 0 ? 0x6240 : 0x3715);
+  return __byte_perm(pairs, __shfl_xor_sync(~0u, pairs, 8), lane < 2 ? 0x5410 : 0x3276);
 }
+
 __device__ __forceinline__ void store_shared_half(SharedAddress to, uint32_t value) {
   asm volatile(
       "{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nst.shared.b16 [%0], low;\n}\n" ::"r"(to),
