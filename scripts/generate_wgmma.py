@@ -96,6 +96,7 @@ FILES = (
                 (96, 160, 192),
                 declared_in="common/wgmma_fp8.cuh",
             ),
+            Product("Wgmma", "", BF16, "1, 1, 0, 0", (160, 224), declared_in="common/wgmma.cuh"),
         ),
     ),
     File(

@@ -18,7 +18,8 @@ namespace {
 // As jax_hpc/ops/fused_moe/primitive.py gives them. Which optional operands there are, in this
 // order after the scales of the weights.
 struct Options {
-  int32_t block_rows;  // 0: a scale per matrix, or of bf16 none
+  int32_t block_rows;    // 0: a scale per matrix, or of bf16 none
+  int32_t chosen_among;  // experts of all ranks; 0: those of the call
   bool has_x_scale;
   bool has_shared_output;
   bool has_identity_weight;
@@ -28,6 +29,7 @@ struct Options {
 }  // namespace
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::Options, ffi::StructMember<int32_t>("block_rows"),
+                                      ffi::StructMember<int32_t>("chosen_among"),
                                       ffi::StructMember<bool>("has_x_scale"),
                                       ffi::StructMember<bool>("has_shared_output"),
                                       ffi::StructMember<bool>("has_identity_weight"),
@@ -84,6 +86,7 @@ moe::Problem problem_of(ffi::AnyBuffer x, Ids ids, ffi::AnyBuffer down, const Op
   p.inter = static_cast<int>(down.dimensions()[2]);
   p.format = format_of(down.element_type(), options);
   p.block_rows = options.block_rows;
+  p.chosen_among = options.chosen_among;
   return p;
 }
 

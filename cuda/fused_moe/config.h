@@ -31,10 +31,19 @@ struct Problem {
   int inter;
   Format format;
   int block_rows;  // rows of inter that share a weight scale: 128, or 64; kBlock only
+  // Experts of all ranks, among which tokens choose; a hint for how work is cut. 0: `experts`.
+  int chosen_among = 0;
 };
 
 __host__ __device__ constexpr int64_t num_pairs(const Problem& p) {
   return int64_t{p.tokens} * p.top_k;
+}
+// As far as the sizes tell: the experts that share the pairs, and an expert's rows.
+constexpr int sharing_experts(const Problem& p) {
+  return p.chosen_among > p.experts ? p.chosen_among : p.experts;
+}
+constexpr double mean_rows(const Problem& p) {
+  return static_cast<double>(num_pairs(p)) / sharing_experts(p);
 }
 __host__ __device__ constexpr int blocks_of(int extent, int block) {
   return (extent + block - 1) / block;
@@ -55,8 +64,8 @@ struct Config {
   // warpgroup's task is 8 columns of the intermediate instead of 32, so that a single token keeps
   // all SMs busy.
   int gate_up_pieces;
-  // The products for many rows an expert (wide.cuh): tiles of a multiple of 32 rows, up to 192, and
-  // of kBlock blocks of 128 rows.
+  // The products for many rows an expert (wide.cuh): tiles of a multiple of 32 rows, up to 192, of
+  // kBf16 256, and of kBlock a multiple of 64, with blocks of 128 rows.
   bool is_wide = false;
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "fused_moe/config.h"
 
@@ -26,7 +27,7 @@ namespace jax_hpc::fused_moe {
 // of 128 178 / 245); tiles of 128 have sums of 128 values, and take 181 / 258 and 515 / 778 in
 // blocks, 145 / 192 and 418 / 578 per tensor.
 inline int choose_tile_rows(const Problem& p) {
-  const double mean = static_cast<double>(num_pairs(p)) / p.experts;
+  const double mean = mean_rows(p);
   for (const int rows : {8, 16, 32, 64}) {
     const double spare = rows - 1 - mean;
     if (spare > 0 && spare * spare >= 4 * mean) return rows;
@@ -39,7 +40,19 @@ inline Config wide_config(int rows) {
   return {.tile_rows = rows, .gate_up_pieces = 1, .is_wide = true};
 }
 constexpr bool can_be_wide(const Problem& p) {
-  return p.format == Format::kTensor || (p.format == Format::kBlock && p.block_rows == kBlock);
+  return p.format != Format::kBlock || p.block_rows == kBlock;
+}
+
+// Of bf16: the fewest tiles of up to 256 rows that most experts of a uniform routing fit into, and
+// the lowest of these. Fewer tiles read fewer weights, and lower ones differ less in rows.
+inline int wide_bf16_rows(double mean) {
+  constexpr double kMost = 256;
+  const double most = mean + 2 * std::sqrt(mean);
+  const double tiles = std::ceil(most / kMost);
+  for (const int rows : {128, 192}) {
+    if (tiles * rows >= most) return rows;
+  }
+  return static_cast<int>(kMost);
 }
 
 // Rows of a tile of the wide products, 0 where the others are faster.
@@ -47,22 +60,28 @@ constexpr bool can_be_wide(const Problem& p) {
 // Measured on an H200, the whole call in us, 24 experts x 1536, 4096 hidden values, 8 choices, cold
 // weights:
 //
-//                    per tensor             in blocks
-//      T     mean    others    wide     others    wide   rows of a wide tile
-//    128       43       142     130        173     148                   128
-//    256       85       197     151        269     185                   128
-//    512      171       374     243        499     288                   192
-//   1024      341       578     383        778     525                   192
+//                    per tensor             in blocks                     bf16
+//      T     mean    others    wide     others    wide   rows   others    wide   rows
+//     64       21       115       -        127       -             215     221    128
+//    128       43       142     127        173     131    128      249       -    128
+//    256       85       197     149        269     172    128      317     305    128
+//    512      171       374     214        499     233    192        -       -    256
+//   1024      341       578     380        778     426    192      766     673    192
 //
-// With T = 64 (mean 21) the others take 115 and 127, as long as the weights take, and are kept.
-// With 192 columns a down product has two stages, and the others stay faster.
+// With T = 64 the others take as long as the weights take, and are kept. Of bf16 16 experts x 1536
+// take 147 / 149 for a mean of 16, 155 / 152 for 32, 196 / 168 for 64 and 302 / 208 for 128. With
+// 192 columns a down product has two stages, and the others stay faster.
 inline int choose_wide_rows(const Problem& p, int num_sms) {
-  constexpr double kLeastMean = 40;
+  constexpr double kLeastOfFp8 = 40;
+  constexpr double kLeastOfBf16 = 30;
   constexpr int kLeastColumns = 256;
   constexpr int kTaskColumns = 64;
-  const double mean = static_cast<double>(num_pairs(p)) / p.experts;
+  const double mean = mean_rows(p);
+  const bool is_bf16 = p.format == Format::kBf16;
+  const double least_mean = is_bf16 ? kLeastOfBf16 : kLeastOfFp8;
   const int64_t tasks = int64_t{p.experts} * blocks_of(p.inter, kTaskColumns);
-  if (!can_be_wide(p) || p.inter < kLeastColumns || mean < kLeastMean || tasks < num_sms) return 0;
+  if (!can_be_wide(p) || p.inter < kLeastColumns || mean < least_mean || tasks < num_sms) return 0;
+  if (is_bf16) return wide_bf16_rows(mean);
   const double spare = 128 - 1 - mean;
   return spare > 0 && spare * spare >= 4 * mean ? 128 : 192;
 }
@@ -72,7 +91,9 @@ inline Config choose(const Problem& p, int num_sms) {
   const int wide_rows = choose_wide_rows(p, num_sms);
   if (wide_rows > 0) return wide_config(wide_rows);
   Config config{.tile_rows = choose_tile_rows(p), .gate_up_pieces = 1};
-  const int64_t busy_experts = std::min<int64_t>(num_pairs(p), p.experts);
+  const int sharing = sharing_experts(p);
+  const int64_t own_pairs = (num_pairs(p) * p.experts + sharing - 1) / sharing;
+  const int64_t busy_experts = std::min<int64_t>(own_pairs, p.experts);
   const int64_t tiles = busy_experts * blocks_of(p.inter, kTileColumns);
   constexpr int kPieceBytes = 128;
   const bool has_pieces = config.tile_rows == 8 && p.format != Format::kBlock &&

@@ -19,6 +19,9 @@ constexpr int kWords = kMostExperts / 2;  // two counts of 16 bits each
 constexpr int kScanWarps = kWords / kWarpSize;
 static_assert(kPairsOfOne < 1 << 16 && kPairsOfSegment < 1 << 16);
 
+// Of a tile, no power of two.
+constexpr int kMostUnevenRows = 192;
+
 // What the kernels of the index need to know, as the host works it out.
 struct Plan {
   int pairs;
@@ -29,7 +32,7 @@ struct Plan {
   int pairs_of_cta;
   int rounds;  // pairs of a thread
   int tile_rows;
-  uint32_t tile_reciprocal;   // times 2^32, rounded up: exact for kMostPairs rows
+  uint32_t tile_reciprocal;   // times 2^32, rounded up: exact for kMostPairs rows; a power of two's
   int64_t arrivals;           // of Workspace, to be zeroed
   uint32_t top_k_reciprocal;  // times 2^31, rounded up: exact for kMostPairs pairs, kMostTopK
 
@@ -55,7 +58,7 @@ struct Plan {
   }
 };
 static_assert(kMostPairs * kMostTopK <= int64_t{1} << 31);
-static_assert((kMostPairs + kMostTileRows) * kMostTileRows <= int64_t{1} << 32);
+static_assert((kMostPairs + kMostUnevenRows) * kMostUnevenRows <= int64_t{1} << 32);
 
 __device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x) / kWarpSize; }
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kWarpSize; }

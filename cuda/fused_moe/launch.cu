@@ -24,30 +24,31 @@ TokenRows token_rows(const Problem& p, const Arrays& a) {
 // behind all of them their scales.
 Sorted sorted_rows(const Problem& p, const Arrays& a) {
   auto* bytes = static_cast<uint8_t*>(a.workspace.rows.outputs);
-  return {bytes, reinterpret_cast<float*>(bytes + num_pairs(p) * p.hidden)};
+  return {bytes, reinterpret_cast<float*>(bytes + num_pairs(p) * p.hidden * value_bytes(p.format))};
 }
 
-template <bool kPerGroup>
+template <Format format>
 cudaError_t launch_segments(const Problem& p, const Config& config, const Arrays& a, bool overlaps,
                             cudaStream_t stream) {
   const Plan plan(p, config, kPlaceThreads);
   const int quantizing = config.is_wide ? 0 : quantizing_ctas(p, a, kCountThreads);
   LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas + quantizing)),
                     .threads = kCountThreads};
-  const cudaError_t status = launch_kernel(count_kernel<kPerGroup>, shape, stream, p, plan, a);
+  const cudaError_t status =
+      launch_kernel(count_kernel<format == Format::kBlock>, shape, stream, p, plan, a);
   if (status != cudaSuccess) return status;
   shape = {.grid = dim3(static_cast<unsigned>(plan.ctas)),
            .threads = kPlaceThreads,
            .overlaps_previous = overlaps};
-  const auto kernel =
-      config.is_wide ? place_kernel<kPerGroup, true> : place_kernel<kPerGroup, false>;
+  const auto kernel = config.is_wide ? place_kernel<format, true> : place_kernel<format, false>;
   return launch_kernel(kernel, shape, stream, p, plan, a, sorted_rows(p, a));
 }
 
-template <bool kPerGroup>
+template <Format format>
 cudaError_t launch_prepare_as(const Problem& p, const Config& config, const Arrays& a,
                               bool overlaps, cudaStream_t stream) {
-  if (has_segments(p, config)) return launch_segments<kPerGroup>(p, config, a, overlaps, stream);
+  if (has_segments(p, config)) return launch_segments<format>(p, config, a, overlaps, stream);
+  constexpr bool kPerGroup = format == Format::kBlock;
   constexpr auto kSmall = prepare_kernel<kSmallWarps, kSmallRounds, kPerGroup>;
   constexpr auto kLarge = prepare_kernel<kLargeWarps, kLargeRounds, kPerGroup>;
   const bool is_small = num_pairs(p) <= kSmallWarps * kSmallRounds * kWarpSize;
@@ -68,9 +69,15 @@ bool is_supported(const Problem& p, const Config& config) {
 cudaError_t launch_prepare(const Problem& problem, const Config& config, const Arrays& arrays,
                            bool overlaps, cudaStream_t stream) {
   if (!is_supported(problem, config)) return cudaErrorInvalidValue;
-  return problem.format == Format::kBlock
-             ? launch_prepare_as<true>(problem, config, arrays, overlaps, stream)
-             : launch_prepare_as<false>(problem, config, arrays, overlaps, stream);
+  switch (problem.format) {
+    case Format::kTensor:
+      return launch_prepare_as<Format::kTensor>(problem, config, arrays, overlaps, stream);
+    case Format::kBlock:
+      return launch_prepare_as<Format::kBlock>(problem, config, arrays, overlaps, stream);
+    case Format::kBf16:
+      return launch_prepare_as<Format::kBf16>(problem, config, arrays, overlaps, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 TokenRows prepared_rows(const Problem& problem, const Config& config, const Arrays& arrays) {

@@ -12,7 +12,7 @@ namespace jax_hpc::fused_moe {
 constexpr int kMostExperts = 512;
 constexpr int kMostTopK = 128;
 constexpr int64_t kMostPairs = int64_t{1} << 24;
-constexpr int kMostTileRows = 192;
+constexpr int kMostTileRows = 256;
 constexpr int64_t kMostGroups = int64_t{1} << 30;  // of 128 columns, in all tokens together
 // Pairs that one CTA sorts. More are sorted by many CTAs, each those of a segment of the tokens,
 // and so are those of the wide products. They count first, in a launch of their own.
@@ -38,8 +38,8 @@ constexpr int64_t num_arrivals(const Problem& p) {
   return p.format == Format::kBlock ? tile_capacity(p) * blocks_of(p.inter, kBlock) : 0;
 }
 // In values of bf16: of a row its outputs, in float32 of kBf16, or before them its intermediate in
-// float32, or for the wide products its x in e4m3 with a scale per 128 values: of 16 values or more
-// fewer bytes than outputs.
+// float32, or for the wide products its x in bf16, or in e4m3 with a scale per 128 values: of 16
+// values or more fewer bytes than outputs.
 constexpr int64_t num_outputs(const Problem& p) {
   if (p.format == Format::kBf16) return num_pairs(p) * 2 * p.hidden;
   const bool has_floats = p.format == Format::kBlock && p.hidden < 2 * p.inter;

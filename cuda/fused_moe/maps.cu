@@ -51,32 +51,41 @@ cudaError_t encode(const void* array, const Dimension (&dimensions)[Rank], CUten
 
 }  // namespace
 
+namespace {
+
 // A box is eight gate rows, the eight up rows that belong to them, and so on: of one piece four
 // times for each warpgroup, of four pieces of the hidden axis once each.
-cudaError_t make_gate_up_map(const Problem& p, const Config& config, const void* gate_up,
-                             CUtensorMap* map) {
+cudaError_t encode_gate_up(const Problem& p, uint32_t rows_of_cta, int pieces_of_hidden,
+                           const void* gate_up, CUtensorMap* map) {
   const uint64_t hidden = bytes_of(p, p.hidden);
   const auto inter = static_cast<uint64_t>(p.inter);
   const auto experts = static_cast<uint64_t>(p.experts);
   const Dimension gate_or_up{2, 2, inter * hidden};
   const Dimension expert{experts, 1, 2 * inter * hidden};
-  if (config.gate_up_pieces == 1) {
+  if (pieces_of_hidden == 1) {
     const Dimension dimensions[] = {
         {hidden, kRowBytes, 1},
         {kGroupRows, kGroupRows, hidden},
         gate_or_up,
-        {inter / kGroupRows, weight_rows(p, config) / (2 * kGroupRows), kGroupRows * hidden},
+        {inter / kGroupRows, rows_of_cta / (2 * kGroupRows), kGroupRows * hidden},
         expert};
     return encode(gate_up, dimensions, map);
   }
   if (hidden % kRowBytes != 0) return cudaErrorInvalidValue;
-  const auto pieces = static_cast<uint32_t>(config.gate_up_pieces);
+  const auto pieces = static_cast<uint32_t>(pieces_of_hidden);
   const Dimension dimensions[] = {{kRowBytes, kRowBytes, 1},
                                   {inter, kGroupRows, hidden},
                                   gate_or_up,
                                   {hidden / kRowBytes, pieces, kRowBytes},
                                   expert};
   return encode(gate_up, dimensions, map);
+}
+
+}  // namespace
+
+cudaError_t make_gate_up_map(const Problem& p, const Config& config, const void* gate_up,
+                             CUtensorMap* map) {
+  return encode_gate_up(p, weight_rows(p, config), config.gate_up_pieces, gate_up, map);
 }
 
 cudaError_t make_down_map(const Problem& p, const Config& config, const void* down,
@@ -119,14 +128,13 @@ cudaError_t make_act_pieces_map(const Problem& p, const void* act, CUtensorMap* 
 }
 
 cudaError_t make_wide_gate_up_map(const Problem& p, const void* gate_up, CUtensorMap* map) {
-  constexpr Config kTwoWarpgroups{2 * kWarpgroupRows, 1};
-  return make_gate_up_map(p, kTwoWarpgroups, gate_up, map);
+  return encode_gate_up(p, kWideWeightRows, 1, gate_up, map);
 }
 
 cudaError_t make_wide_down_map(const Problem& p, const void* down, CUtensorMap* map) {
   constexpr uint64_t kSlabRows = 2 * kGroupRows;
   const auto hidden = static_cast<uint64_t>(p.hidden);
-  const auto inter = static_cast<uint64_t>(p.inter);
+  const uint64_t inter = bytes_of(p, p.inter);
   const Dimension dimensions[] = {
       {inter, kRowBytes, 1},
       {kGroupRows, kGroupRows, inter},
@@ -137,7 +145,7 @@ cudaError_t make_wide_down_map(const Problem& p, const void* down, CUtensorMap* 
 }
 
 cudaError_t make_sorted_map(const Problem& p, int columns, const void* rows, CUtensorMap* map) {
-  const auto stride = static_cast<uint64_t>(columns);
+  const uint64_t stride = bytes_of(p, columns);
   const Dimension dimensions[] = {{stride, kRowBytes, 1},
                                   {static_cast<uint64_t>(num_pairs(p)), kWideBoxRows, stride}};
   return encode(rows, dimensions, map);

@@ -1,7 +1,8 @@
 // Before the products: the pairs are sorted by expert, and meanwhile x is quantised for experts in
 // fp8. Up to kPairsOfOne pairs are one CTA's work, within the launch that quantises. More take two
 // launches: one counts the pairs of every segment of the tokens, the other places them. For the
-// wide products the second one quantises, and puts a row of x to each of its places.
+// wide products the second one quantises, and puts a row of x to each of its places, of bf16 as it
+// is.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -117,7 +118,7 @@ __device__ __forceinline__ void sum_segments(const Plan& plan, const uint32_t* c
 // Each CTA places the pairs of its segment, after it has added up the counts of all, and with
 // kSorts quantises its tokens, to the places of all their rows. What the call is given was there
 // before the last kernel, and is read before the wait for it.
-template <bool kPerGroup, bool kSorts>
+template <Format format, bool kSorts>
 __global__ __launch_bounds__(kPlaceThreads) void place_kernel(const __grid_constant__ Problem p,
                                                               const __grid_constant__ Plan plan,
                                                               const __grid_constant__ Arrays a,
@@ -128,7 +129,7 @@ __global__ __launch_bounds__(kPlaceThreads) void place_kernel(const __grid_const
   const int word = static_cast<int>(threadIdx.x);
   for (int i = word; i < kMostExperts; i += kPlaceThreads) sums.all[i] = sums.before[i] = 0;
   const Segment segment(plan);
-  SegmentTokens<kPerGroup> tokens(p, a, plan.tokens_of_cta);
+  SegmentTokens<format> tokens(p, a, plan.tokens_of_cta);
   if constexpr (kSorts) tokens.read(0);
   Ranks<kPlaceRounds> ranks;
   read_experts(plan, a, segment, ranks);

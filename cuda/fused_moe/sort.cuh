@@ -1,5 +1,5 @@
-// x in e4m3 in the order of the index, for the wide products: the copy engine takes rows that lie
-// together.
+// x in e4m3, or in bf16 as it is, in the order of the index, for the wide products: the copy engine
+// takes rows that lie together.
 #pragma once
 
 #include "common/launch.h"
@@ -13,9 +13,9 @@ struct Sorted {
   float* scale;
 };
 
-// The tokens of a CTA's segment. A thread has kAtOnce chunks of 16 values at once, eight threads
-// those of a group.
-template <bool kPerGroup>
+// The tokens of a CTA's segment. A thread has several chunks at once of 16 values, eight threads
+// those of a group; or of 8 values of bf16, so that a warp writes whole sectors.
+template <Format format>
 class SegmentTokens {
  public:
   __device__ __forceinline__ SegmentTokens(const Problem& p, const Arrays& a, int tokens)
@@ -23,7 +23,7 @@ class SegmentTokens {
         a_(a),
         first_token_(static_cast<int>(blockIdx.x) * tokens),
         groups_(blocks_of(p.hidden, kBlock)),
-        lanes_(groups_ * kGroupLanes),
+        lanes_(kCopies ? p.hidden / kValues : groups_ * kGroupLanes),
         chunks_(min(tokens, p.tokens - first_token_) * lanes_) {}
 
   // Asks for the values of chunks from `first` on.
@@ -31,12 +31,15 @@ class SegmentTokens {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const Place place = place_of(first, i);
-      low_[i] = high_[i] = uint4{};
+      low_[i] = uint4{};
+      if constexpr (!kCopies) high_[i] = uint4{};
       if (!place.has_values) continue;
       const int64_t value = int64_t{first_token_ + place.token} * p_.hidden + place.column;
       const auto* from = static_cast<const uint8_t*>(a_.x) + (a_.x_is_fp8 ? value : 2 * value);
       low_[i] = __ldg(reinterpret_cast<const uint4*>(from));
-      if (!a_.x_is_fp8) high_[i] = __ldg(reinterpret_cast<const uint4*>(from) + 1);
+      if constexpr (!kCopies) {
+        if (!a_.x_is_fp8) high_[i] = __ldg(reinterpret_cast<const uint4*>(from) + 1);
+      }
     }
   }
 
@@ -50,11 +53,13 @@ class SegmentTokens {
         const Place place = place_of(first, i);
         float scale = 0.0f;
         uint4 values = low_[i];
-        if (!a_.x_is_fp8) {
-          values = quantized<kPerGroup>(low_[i], high_[i], a_.weights, scale);
-        } else if (kPerGroup && place.exists) {
-          scale = __ldg(a_.x_scale + int64_t{first_token_ + place.token} * groups_ +
-                        place.column / kBlock);
+        if constexpr (!kCopies) {
+          if (!a_.x_is_fp8) {
+            values = quantized<kPerGroup>(low_[i], high_[i], a_.weights, scale);
+          } else if (kPerGroup && place.exists) {
+            scale = __ldg(a_.x_scale + int64_t{first_token_ + place.token} * groups_ +
+                          place.column / kBlock);
+          }
         }
         if (place.exists) write(rows + place.token * p_.top_k, place, values, scale, to);
       }
@@ -62,7 +67,10 @@ class SegmentTokens {
   }
 
  private:
-  static constexpr int kAtOnce = 4;
+  static constexpr bool kPerGroup = format == Format::kBlock;
+  static constexpr bool kCopies = format == Format::kBf16;
+  static constexpr int kValues = kCopies ? 8 : kLaneValues;
+  static constexpr int kAtOnce = kCopies ? 8 : 4;
   struct Place {
     bool exists;
     bool has_values;
@@ -73,7 +81,7 @@ class SegmentTokens {
   __device__ __forceinline__ Place place_of(int first, int i) const {
     const int chunk = first + i * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
     const int token = chunk / lanes_;
-    const int column = (chunk - token * lanes_) * kLaneValues;
+    const int column = (chunk - token * lanes_) * kValues;
     const bool exists = chunk < chunks_;
     return {exists, exists && column < p_.hidden, token, column};
   }
@@ -86,7 +94,8 @@ class SegmentTokens {
       const int64_t row = rows[k];
       if (row < 0) continue;
       if (place.has_values) {
-        *reinterpret_cast<uint4*>(to.values + row * p_.hidden + place.column) = values;
+        *reinterpret_cast<uint4*>(to.values +
+                                  (row * p_.hidden + place.column) * value_bytes(format)) = values;
       }
       if (has_scale) to.scale[row * groups_ + place.column / kBlock] = scale;
     }
@@ -99,7 +108,7 @@ class SegmentTokens {
   int lanes_;  // of a token
   int chunks_;
   uint4 low_[kAtOnce];
-  uint4 high_[kAtOnce];
+  uint4 high_[kCopies ? 1 : kAtOnce];
 };
 
 }  // namespace jax_hpc::fused_moe

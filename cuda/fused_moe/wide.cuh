@@ -1,8 +1,9 @@
 // What the wide products share, for many rows an expert: 128 weight rows of a CTA times up to 192
-// tokens, so that a stage is longer in the tensor cores than on its way from the L2 cache.
+// tokens, of bf16 256, so that a stage is longer in the tensor cores than on its way from the L2
+// cache.
 //
 // Two warpgroups multiply, 64 weight rows each, and run freely: while one adds a stage's sums up in
-// float32, the other's products run.
+// float32, the other's products run. Of bf16 all sums stay in the tensor cores.
 #pragma once
 
 #include "fused_moe/grouped.cuh"
@@ -18,16 +19,11 @@ constexpr int kWideConsumerWarps = kWideConsumers / kWarpSize;
 constexpr int kWideThreads = kWideConsumers + kWarpgroup;
 constexpr int kWideWeightWarp = kWideConsumerWarps;
 constexpr int kWideRowWarp = kWideWeightWarp + 1;
-constexpr int kWideScaleWarp = kWideRowWarp + 1;  // and the next
-constexpr int kWideScaleWarps = 2;
-constexpr int kWideScaleArrivals = kWideScaleWarps * kWarpSize;  // of a stage
 constexpr int kWideConsumerRegisters = 232;
 constexpr int kWideProducerRegisters = 40;
-constexpr int kWideSteps = kWideMostRows / kWideStep;
 
-// Barriers of the CTA's threads.
+// Barriers of a warpgroup's threads.
 constexpr int kGroupBarrier = 1;  // and the next, of one warpgroup
-constexpr int kConsumerBarrier = 3;
 
 struct WideMemory {
   SharedAddress start;
@@ -55,21 +51,18 @@ struct WideMemory {
     return start + layout.control_at + stage * 16;
   }
   __device__ __forceinline__ SharedAddress empty(int stage) const { return full(stage) + 8; }
-  __device__ __forceinline__ int exchanged_at() const { return layout.control_at + 128; }
-  // Words of the tokens, three sets in turn, and one more.
-  __device__ __forceinline__ int largest_at(int turn) const {
-    return layout.control_at + 256 + turn * kWideMostRows * 4;
+  // Of what CTAs of a cluster tell each other.
+  __device__ __forceinline__ SharedAddress exchange() const {
+    return start + layout.control_at + kWideBarrierBytes;
   }
-  __device__ __forceinline__ SharedAddress factors() const { return start + largest_at(3); }
 
-  // By one thread. Exchanging: threads that tell each other magnitudes.
-  __device__ __forceinline__ void init(int arrivals_to_fill, int exchanging) const {
+  // By one thread. Arrivals that fill and empty a stage.
+  __device__ __forceinline__ void init(int to_fill, int to_empty) const {
 #pragma unroll 1
     for (int i = 0; i < layout.stages; ++i) {
-      init_barrier(full(i), arrivals_to_fill);
-      init_barrier(empty(i), kWideConsumerWarps);
+      init_barrier(full(i), to_fill);
+      init_barrier(empty(i), to_empty);
     }
-    init_barrier(start + exchanged_at(), exchanging);
     fence_barrier_init();
   }
   // Tells that this warp, all of it, is done with a stage.
@@ -90,36 +83,18 @@ struct WidePlace {
   }
 };
 
-// A CTA's tasks: neighbours of a cluster have neighbouring parts of a tile.
-template <int Cluster>
-class WideWalk {
- public:
-  // Of `extent` weight rows or columns, of which a CTA has `cta_extent`.
-  __device__ __forceinline__ WideWalk(const Index& index, int extent, int cta_extent)
-      : walk_(index, nullptr, ceil_div(extent, Cluster * cta_extent),
-              static_cast<int>(blockIdx.x) / Cluster, static_cast<int>(gridDim.x) / Cluster),
-        rank_(Cluster > 1 ? static_cast<int>(cluster_rank()) : 0) {}
-
-  // A part may lie behind all columns, in the second CTA of a cluster.
-  __device__ __forceinline__ bool next(Tile& tile, int& part) {
-    if (!walk_.next(tile, part)) return false;
-    part = part * Cluster + rank_;
-    return true;
-  }
-
- private:
-  TaskWalk walk_;
-  int rank_;
-};
+// A CTA's tasks.
+__device__ __forceinline__ TaskWalk wide_walk(const Index& index, int parts) {
+  return {index, nullptr, parts, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+}
 
 __device__ __forceinline__ int wide_steps(const Tile& tile) {
   return ceil_div(tile.rows, kWideStep);
 }
 
 // By one thread: 128 weight rows, `groups` groups of them.
-template <class Walk>
-__device__ __forceinline__ void copy_wide_weights(const WideMemory& memory, Walk walk, int turns,
-                                                  int groups, const CUtensorMap* map,
+__device__ __forceinline__ void copy_wide_weights(const WideMemory& memory, TaskWalk walk,
+                                                  int turns, int groups, const CUtensorMap* map,
                                                   uint64_t policy) {
   WidePlace place;
   Tile tile;
@@ -137,8 +112,7 @@ __device__ __forceinline__ void copy_wide_weights(const WideMemory& memory, Walk
 }
 
 // By one thread: a tile's rows. What lies behind its last row is nobody's business.
-template <class Walk>
-__device__ __forceinline__ void copy_wide_rows(const WideMemory& memory, Walk walk, int turns,
+__device__ __forceinline__ void copy_wide_rows(const WideMemory& memory, TaskWalk walk, int turns,
                                                const CUtensorMap* map) {
   constexpr int kBoxBytes = kWideBoxRows * kStageValues;
   WidePlace place;
@@ -159,94 +133,38 @@ __device__ __forceinline__ void copy_wide_rows(const WideMemory& memory, Walk wa
   }
 }
 
-// Scales of a task's tokens and weights, multiplied beforehand: Count products of a token, with as
-// many weights. By two warps, whose lanes have three tokens each; those of the next turn are read
-// before there is room for them.
-template <int Count>
-class WideScales {
- public:
-  __device__ __forceinline__ WideScales(const WideMemory& memory, int warp, int lane)
-      : memory_(memory), first_(warp * kWarpSize + lane) {}
-
-  // Of turn i, token scales lie `stride` floats apart.
-  __device__ __forceinline__ void copy_task(const float* rows, int stride, int tokens,
-                                            const float* const (&weights)[Count], int turns) {
-    read(rows, stride, tokens, weights, 0);
+// A task's products of bf16. Those of a stage are asked for before those of the one before are
+// waited for.
+template <int Rows>
+__device__ __forceinline__ void multiply_wide_bf16(const WideMemory& memory, int turns,
+                                                   const Fragment& f, WidePlace& place,
+                                                   float (&sums)[Rows / 2]) {
+  constexpr int kSteps = 4;  // 16 values each
+#pragma unroll
+  for (int i = 0; i < Rows / 2; ++i) sums[i] = 0;
+  int before = -1;
 #pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn, place_.advance(memory_.layout.stages)) {
-      float row[kTokens];
-      float weight[Count];
+  for (int turn = 0; turn < turns; ++turn, place.advance(memory.layout.stages)) {
+    wait(memory.full(place.stage), place.parity);
+    const uint32_t a = swizzled_tile(memory.weights(place.stage) + f.group * kWeightBytes);
+    const uint32_t b = swizzled_tile(memory.rows(place.stage));
+    wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < kTokens; ++i) row[i] = next_row_[i];
-#pragma unroll
-      for (int i = 0; i < Count; ++i) weight[i] = next_weight_[i];
-      if (turn + 1 < turns) read(rows, stride, tokens, weights, turn + 1);
-      wait(memory_.empty(place_.stage), place_.parity ^ 1);
-      const SharedAddress to = memory_.scales(place_.stage);
-#pragma unroll
-      for (int i = 0; i < kTokens; ++i) {
-        const int token = first_ + i * kStride;
-        if (token * Count * 4 >= memory_.layout.scale_bytes) continue;
-        if constexpr (Count == 2) {
-          store_shared_pair(to + token * 8, {row[i] * weight[0], row[i] * weight[1]});
-        } else {
-          store_shared_float(to + token * 4, row[i] * weight[0]);
-        }
-      }
-      // All that wrote arrive: racecheck credits a lane that arrives for others with its own alone.
-      arrive(memory_.full(place_.stage));
+    for (int k = 0; k < kSteps; ++k) {
+      Wgmma<Rows>::multiply(sums, descriptor(a + 2 * k), descriptor(b + 2 * k), true);
     }
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (before >= 0) memory.release(before, f.lane);
+    before = place.stage;
   }
-
- private:
-  static constexpr int kStride = kWideScaleWarps * kWarpSize;
-  static constexpr int kTokens = kWideMostRows / kStride;
-
-  __device__ __forceinline__ void read(const float* rows, int stride, int tokens,
-                                       const float* const (&weights)[Count], int turn) {
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-      const int token = first_ + i * kStride;
-      next_row_[i] = token < tokens ? rows[int64_t{token} * stride + turn] : 0.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < Count; ++i) next_weight_[i] = weights[i][turn];
-  }
-
-  const WideMemory& memory_;
-  int first_;
-  WidePlace place_;
-  float next_row_[kTokens];
-  float next_weight_[Count];
-};
-
-// Of no scale, of one of each token, and of two: of gate rows and of up rows.
-template <int Count, int Rows>
-__device__ __forceinline__ void add_wide(SharedAddress scales, const Fragment& f,
-                                         const float (&sums)[Rows / 2], float (&totals)[Rows / 2]) {
-#pragma unroll
-  for (int j = 0; j < Rows / 8; ++j) {
-    if constexpr (Count == 0) {
-#pragma unroll
-      for (int i = 4 * j; i < 4 * j + 4; ++i) totals[i] += sums[i];
-    } else if constexpr (Count == 1) {
-      const float2 scale = load_shared_pair(scales + (8 * j + f.token0) * 4);
-      totals[4 * j] += sums[4 * j] * scale.x;
-      totals[4 * j + 1] += sums[4 * j + 1] * scale.y;
-      totals[4 * j + 2] += sums[4 * j + 2] * scale.x;
-      totals[4 * j + 3] += sums[4 * j + 3] * scale.y;
-    } else {
-      const float4 scale = load_shared(scales + (8 * j + f.token0) * 8);
-      totals[4 * j] += sums[4 * j] * scale.x;
-      totals[4 * j + 1] += sums[4 * j + 1] * scale.z;
-      totals[4 * j + 2] += sums[4 * j + 2] * scale.y;
-      totals[4 * j + 3] += sums[4 * j + 3] * scale.w;
-    }
-  }
+  wgmma_wait<0>();
+  hold_all(sums);
+  memory.release(before, f.lane);
 }
 
 // A task's products.
-template <int Count, int Rows>
+template <int Rows>
 __device__ __forceinline__ void multiply_wide(const WideMemory& memory, int turns,
                                               const Fragment& f, WidePlace& place,
                                               float (&totals)[Rows / 2]) {
@@ -262,34 +180,50 @@ __device__ __forceinline__ void multiply_wide(const WideMemory& memory, int turn
     wgmma_commit();
     wgmma_wait<0>();
     hold_all(sums);
-    if constexpr (Count == 0) memory.release(place.stage, f.lane);
-    add_wide<Count, Rows>(memory.scales(place.stage), f, sums, totals);
-    if constexpr (Count > 0) memory.release(place.stage, f.lane);
+    memory.release(place.stage, f.lane);
+#pragma unroll
+    for (int i = 0; i < Rows / 2; ++i) totals[i] += sums[i];
   }
 }
 
 // Calls task.run<Rows>() with the least number of rows that a tile fits into.
-template <int Steps = 1, class Task>
+template <Format format, int Steps = 1, class Task>
 __device__ __forceinline__ void run_wide(int steps, const Task& task) {
-  if constexpr (Steps == kWideSteps) {
+  if constexpr (Steps * kWideStep == wide_most_rows(format)) {
     task.template run<Steps * kWideStep>();
   } else if (steps == Steps) {
     task.template run<Steps * kWideStep>();
   } else {
-    run_wide<Steps + 1>(steps, task);
+    run_wide<format, Steps + 1>(steps, task);
   }
 }
 
-// At a kernel's start and end, by all threads: a CTA may be reached from now on, or no longer.
-template <int Cluster>
-__device__ __forceinline__ void meet_cluster() {
-  if constexpr (Cluster > 1) {
-    __syncwarp();
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
+// Results of bf16 experts on their way out, which a warpgroup gathers a few tokens at a time, in
+// two places in turn: bytes of a token are `TokenBytes`, padded so that what a warp writes at once
+// lies in different banks.
+template <int Tokens, int TokenBytes>
+struct WideChunks {
+  static constexpr int kChunkBytes = Tokens * TokenBytes;
+  static constexpr int kBytes = kWideGroups * 2 * kChunkBytes;
+  SharedAddress start;  // of the warpgroup
+  int group;
+
+  __device__ __forceinline__ WideChunks(const WideMemory& memory, const Fragment& f)
+      : start(memory.staged() + f.group * 2 * kChunkBytes), group(f.group) {}
+
+  // gather(chunk, to), then write(chunk, from) of what all of the warpgroup have gathered.
+  template <int Rows, class Gather, class Write>
+  __device__ __forceinline__ void each(int rows, const Gather& gather, const Write& write) const {
+    sync_threads<kWarpgroup>(kGroupBarrier + group);
+#pragma unroll
+    for (int chunk = 0; chunk < Rows / Tokens; ++chunk) {
+      if (chunk * Tokens >= rows) break;
+      const SharedAddress place = start + chunk % 2 * kChunkBytes;
+      gather(chunk, place);
+      sync_threads<kWarpgroup>(kGroupBarrier + group);
+      write(chunk, place);
+    }
   }
-}
+};
 
 }  // namespace jax_hpc::fused_moe

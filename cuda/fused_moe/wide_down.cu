@@ -4,46 +4,36 @@
 #include "fused_moe/launch_kernel.h"
 #include "fused_moe/maps.h"
 #include "fused_moe/wide_down.cuh"
+#include "fused_moe/wide_rows_down.cuh"
 
 namespace jax_hpc::fused_moe {
-namespace {
-
-struct Maps {
-  CUtensorMap weights;
-  CUtensorMap act;
-};
-
-template <Format format>
-cudaError_t launch_as(const Problem& p, const Config& config, const WideDown& arrays,
-                      const Maps& maps, bool overlaps_previous, int num_sms, cudaStream_t stream) {
-  const int64_t tasks = max_tiles(p, config) * ceil_div(p.hidden, kWideWeightRows);
-  if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(std::min<int64_t>(tasks, num_sms))),
-                          .threads = kWideThreads,
-                          .shared_bytes = arrays.layout.total,
-                          .overlaps_previous = overlaps_previous};
-  return launch_kernel(wide_down_kernel<format>, shape, stream, p, arrays, maps.weights, maps.act);
-}
-
-}  // namespace
 
 cudaError_t launch_wide_down(const Problem& p, const Config& config, const Index& index,
                              const Weights& weights, const RowBuffers& rows, bool overlaps_previous,
                              int num_sms, cudaStream_t stream) {
-  Maps maps;
-  cudaError_t status = make_wide_down_map(p, weights.down, &maps.weights);
+  CUtensorMap weight_map;
+  CUtensorMap act_map;
+  cudaError_t status = make_wide_down_map(p, weights.down, &weight_map);
   if (status != cudaSuccess) return status;
-  status = make_sorted_map(p, p.inter, rows.act, &maps.act);
+  status = make_sorted_map(p, p.inter, rows.act, &act_map);
   if (status != cudaSuccess) return status;
   const bool has_blocks = p.format == Format::kBlock;
-  const WideDown arrays{
-      index, weights, rows,
-      WideLayout(config.tile_rows, has_blocks ? kWideDownScales : 0, kWideDownStaged),
-      weight_policy(p, config)};
-  return has_blocks ? launch_as<Format::kBlock>(p, config, arrays, maps, overlaps_previous, num_sms,
-                                                stream)
-                    : launch_as<Format::kTensor>(p, config, arrays, maps, overlaps_previous,
-                                                 num_sms, stream);
+  const int staged = p.format == Format::kTensor ? config.tile_rows * kWideDownStaged
+                     : has_blocks                ? kRowStagedBytes
+                                                 : WideDownChunks::kBytes;
+  const WideDown arrays{index, weights, rows,
+                        WideLayout(config.tile_rows, has_blocks ? kDownScales : 0, staged),
+                        weight_policy(p, config)};
+  const int64_t tasks = max_tiles(p, config) * ceil_div(p.hidden, kWideWeightRows);
+  if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(std::min<int64_t>(tasks, num_sms))),
+                          .threads = has_blocks ? kRowThreads : kWideThreads,
+                          .shared_bytes = arrays.layout.total,
+                          .overlaps_previous = overlaps_previous};
+  auto* kernel = wide_row_down_kernel;
+  if (p.format == Format::kTensor) kernel = wide_down_kernel<Format::kTensor>;
+  if (p.format == Format::kBf16) kernel = wide_down_kernel<Format::kBf16>;
+  return launch_kernel(kernel, shape, stream, p, arrays, weight_map, act_map);
 }
 
 }  // namespace jax_hpc::fused_moe

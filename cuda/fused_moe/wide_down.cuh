@@ -2,17 +2,17 @@
 // task.
 //
 // A warpgroup turns its results over in shared memory, so that a warp writes 128 bytes of a token
-// at once.
+// at once, or of float32 256.
 #pragma once
 
 #include "fused_moe/wide.cuh"
 
 namespace jax_hpc::fused_moe {
 
-constexpr int kWideDownScales = sizeof(float);  // of a token, kBlock
 // A warpgroup's results of a token, and what puts those of eight tokens into different banks.
 constexpr int kWideTokenBytes = kWeightRows * 2 + 16;
 constexpr int kWideDownStaged = kWideGroups * kWideTokenBytes;
+using WideDownChunks = WideChunks<16, kWeightRows* int{sizeof(float)} + 16>;
 
 struct WideDown {
   Index index;
@@ -36,15 +36,55 @@ struct WideDownTask {
 
   template <int Rows>
   __device__ __forceinline__ void run() const {
-    constexpr bool kHasBlocks = format == Format::kBlock;
-    float factor = 1.0f;
-    if constexpr (!kHasBlocks) {
-      factor = a.weights.act_scale_of(tile.expert) * a.weights.down_scale[tile.expert];
-    }
     float totals[Rows / 2];
-    multiply_wide<kHasBlocks ? 1 : 0, Rows>(memory, turns, f, place, totals);
-    stage<Rows>(factor, totals);
-    write();
+    if constexpr (format == Format::kBf16) {
+      multiply_wide_bf16<Rows>(memory, turns, f, place, totals);
+      write_floats<Rows>(totals);
+    } else {
+      const float factor = a.weights.act_scale_of(tile.expert) * a.weights.down_scale[tile.expert];
+      multiply_wide<Rows>(memory, turns, f, place, totals);
+      stage<Rows>(factor, totals);
+      write();
+    }
+  }
+
+  template <int Rows>
+  __device__ __forceinline__ void write_floats(const float (&totals)[Rows / 2]) const {
+    constexpr int kTokens = 16;  // of a chunk
+    constexpr int kTokenBytes = WideDownChunks::kChunkBytes / kTokens;
+    constexpr int kFloat = int{sizeof(float)};
+    constexpr int kUnit = 4;  // floats of a lane
+    constexpr int kUnits = kWeightRows / kUnit;
+    constexpr int kTokensAtOnce = kWarpgroup / kUnits;
+    const int thread = f.warp * kWarpSize + f.lane;
+    const int within = thread % kUnits * kUnit;
+    const bool exists = hidden0 + within < p.hidden;
+    float* to =
+        static_cast<float*>(a.rows.outputs) + int64_t{tile.first_row} * p.hidden + hidden0 + within;
+    WideDownChunks(memory, f).template each<Rows>(
+        tile.rows,
+        [&](int chunk, SharedAddress place) {
+          const SharedAddress at = place + f.token0 * kTokenBytes + (f.warp * 16 + f.row) * kFloat;
+#pragma unroll
+          for (int j = 0; j < kTokens / 8; ++j) {
+            const float* sums = totals + 4 * (chunk * kTokens / 8 + j);
+            const SharedAddress first = at + 8 * j * kTokenBytes;
+            store_shared_float(first, sums[0]);
+            store_shared_float(first + kTokenBytes, sums[1]);
+            store_shared_float(first + 8 * kFloat, sums[2]);
+            store_shared_float(first + kTokenBytes + 8 * kFloat, sums[3]);
+          }
+        },
+        [&](int chunk, SharedAddress place) {
+#pragma unroll
+          for (int i = 0; i < kTokens; i += kTokensAtOnce) {
+            const int of_chunk = thread / kUnits + i;
+            const int token = chunk * kTokens + of_chunk;
+            if (!exists || token >= tile.rows) continue;
+            *reinterpret_cast<uint4*>(to + int64_t{token} * p.hidden) =
+                load_shared_words(place + of_chunk * kTokenBytes + within * kFloat);
+          }
+        });
   }
 
   // Gathers the warpgroup's results. A lane names the place of eight results of a token: of eight
@@ -88,30 +128,15 @@ struct WideDownTask {
 
 template <Format format>
 __device__ __forceinline__ void multiply_down(const WideMemory& memory, const Problem& p,
-                                              const WideDown& a, WideWalk<1> walk, int turns) {
+                                              const WideDown& a, TaskWalk walk, int turns) {
   const Fragment f(static_cast<int>(threadIdx.x), kWideGroups);
   WidePlace place;
   Tile tile;
   int part;
   while (walk.next(tile, part)) {
     const int hidden0 = part * kWideWeightRows + f.group * kWeightRows;
-    run_wide(wide_steps(tile), WideDownTask<format>{memory, p, a, f, place, tile, turns, hidden0});
-  }
-}
-
-// By two warps.
-__device__ __forceinline__ void copy_down_scales(const WideMemory& memory, const Problem& p,
-                                                 const WideDown& a, WideWalk<1> walk, int turns,
-                                                 int warp, int lane) {
-  WideScales<1> scales(memory, warp, lane);
-  const int hidden_blocks = ceil_div(p.hidden, kBlock);
-  Tile tile;
-  int part;
-  while (walk.next(tile, part)) {
-    const float* weight =
-        a.weights.down_block_scale + (int64_t{tile.expert} * hidden_blocks + part) * turns;
-    scales.copy_task(a.rows.act_scale + int64_t{tile.first_row} * turns, turns, tile.rows, {weight},
-                     turns);
+    run_wide<format>(wide_steps(tile),
+                     WideDownTask<format>{memory, p, a, f, place, tile, turns, hidden0});
   }
 }
 
@@ -121,16 +146,14 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     wide_down_kernel(const __grid_constant__ Problem p, const __grid_constant__ WideDown a,
                      const __grid_constant__ CUtensorMap weight_map,
                      const __grid_constant__ CUtensorMap row_map) {
-  constexpr bool kHasBlocks = format == Format::kBlock;
   extern __shared__ uint8_t wide_down_memory[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const WideMemory memory(wide_down_memory, a.layout);
-  if (threadIdx.x == 0) memory.init(kHasBlocks ? 2 + kWideScaleArrivals : 2, kWideConsumers);
+  if (threadIdx.x == 0) memory.init(2, kWideConsumerWarps);
   __syncthreads();
   // The index was written two kernels ago, and weights by none; the intermediate just now.
-  const WideWalk<1> walk(a.index, p.hidden, kWideWeightRows);
-  const int turns = ceil_div(p.inter, kStageValues);
+  const TaskWalk walk = wide_walk(a.index, ceil_div(p.hidden, kWideWeightRows));
+  const int turns = ceil_div(p.inter * value_bytes(format), kStageRow);
   if (warp >= kWideConsumerWarps) {
     leave_registers<kWideProducerRegisters>();
     if (warp == kWideWeightWarp) {
@@ -141,11 +164,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     } else {
       wait_for_previous_kernel();
       let_next_kernel_start();
-      if (warp == kWideRowWarp) {
-        if (elect_one()) copy_wide_rows(memory, walk, turns, &row_map);
-      } else if constexpr (kHasBlocks) {
-        copy_down_scales(memory, p, a, walk, turns, warp - kWideScaleWarp, lane);
-      }
+      if (warp == kWideRowWarp && elect_one()) copy_wide_rows(memory, walk, turns, &row_map);
     }
   } else {
     take_registers<kWideConsumerRegisters>();

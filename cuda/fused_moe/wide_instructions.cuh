@@ -1,5 +1,5 @@
-// Instructions of the wide products: copies, what the CTAs of a cluster tell each other, and
-// results turned over in shared memory.
+// Instructions of the wide products: the weights' copies, a cluster's barrier, and results on their
+// way through shared memory.
 #pragma once
 
 #include <cuda.h>
@@ -21,25 +21,23 @@ __device__ __forceinline__ void copy_wide_weights(SharedAddress to, const CUtens
       : "memory");
 }
 
-// An arrival at a barrier of any CTA of the cluster, whose address is of address_in_cluster, after
-// everything that this thread has written to the cluster: it waits for the memory system.
-__device__ __forceinline__ void arrive_after_writes(SharedAddress barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
-               : "memory");
-}
-
-// Raises a word of any CTA of the cluster to at least `value`.
-__device__ __forceinline__ void raise_in_cluster(SharedAddress word, uint32_t value) {
-  asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(word), "r"(value)
-               : "memory");
-}
-
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void store_shared_byte(SharedAddress to, uint32_t value) {
-  asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+// Turns over the bytes of four lanes that lie 4 apart, of which this one is `lane`: byte i of lane
+// q becomes byte q of lane i.
+__device__ __forceinline__ uint32_t turn_over_bytes(uint32_t own, int lane) {
+  const uint32_t pairs =
+      __byte_perm(own, __shfl_xor_sync(~0u, own, 4), lane % 2 == 0 ? 0x6240 : 0x3715);
+  return __byte_perm(pairs, __shfl_xor_sync(~0u, pairs, 8), lane < 2 ? 0x5410 : 0x3276);
+}
+
+__device__ __forceinline__ void store_shared_half(SharedAddress to, uint32_t value) {
+  asm volatile(
+      "{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nst.shared.b16 [%0], low;\n}\n" ::"r"(to),
+      "r"(value)
+      : "memory");
 }
 __device__ __forceinline__ void store_shared_pair(SharedAddress to, float2 value) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(value.x), "f"(value.y) : "memory");
@@ -60,6 +58,13 @@ __device__ __forceinline__ uint4 load_shared_words(SharedAddress from) {
 // 2 (l % 4) and the next: column i of matrix m, 16 bytes, goes where lane 8 m + i says.
 __device__ __forceinline__ void store_transposed(SharedAddress to, uint4 matrices) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(matrices.x), "r"(matrices.y), "r"(matrices.z), "r"(matrices.w)
+               : "memory");
+}
+
+// The same as they are: row i of matrix m goes where lane 8 m + i says.
+__device__ __forceinline__ void store_matrices(SharedAddress to, uint4 matrices) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                "r"(matrices.x), "r"(matrices.y), "r"(matrices.z), "r"(matrices.w)
                : "memory");
 }

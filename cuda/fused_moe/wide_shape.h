@@ -11,10 +11,20 @@ namespace jax_hpc::fused_moe {
 constexpr int kWideWeightRows = 128;  // of a CTA: 64 of each of two warpgroups
 constexpr int kWideStep = 32;         // tokens of a tile are multiplied in multiples of this
 constexpr int kWideMostRows = 192;    // sums and totals of which fill a thread's registers
+constexpr int kWideMostSums = 256;    // rows of bf16, which has sums alone
 constexpr int kWideBoxRows = 16;      // token rows of a copy
 
-// Scales: bytes of a token's scales in a stage. Staged: bytes of a token's results that are
-// gathered before they are written.
+__host__ __device__ constexpr int wide_most_rows(Format format) {
+  return format == Format::kBf16 ? kWideMostSums : kWideMostRows;
+}
+
+// Behind the stages: their barriers, and what two CTAs tell each other, with its barriers.
+constexpr int kWideMostStages = 8;
+constexpr int kWideBarrierBytes = kWideMostStages * 16;
+constexpr int kWideExchangeBytes = 12 * 2 * (8 + 64);  // of each warp, two places in turn
+
+// Scales: bytes of a token's scales in a stage. Staged: bytes of results that are gathered before
+// they are written.
 struct WideLayout {
   int stages;
   int stage_bytes;
@@ -27,17 +37,16 @@ struct WideLayout {
   __host__ __device__ int rows() const { return stage_bytes / kBlock - kWideWeightRows; }
 
   WideLayout(int rows, int scales, int staged) {
-    constexpr int kMostStages = 8;
     constexpr int kAlignment = 1024;
     constexpr int kShared = 227 * 1024;
-    constexpr int kControl = 256 + 4 * kWideMostRows * 4;
+    constexpr int kControl = kWideBarrierBytes + kWideExchangeBytes;
     stage_bytes = (kWideWeightRows + rows) * kBlock;
     scale_bytes = rows * scales;
-    const int left = kShared - kAlignment - kControl - rows * staged;
-    stages = std::min(kMostStages, left / (stage_bytes + scale_bytes));
+    const int left = kShared - kAlignment - kControl - staged;
+    stages = std::min(kWideMostStages, left / (stage_bytes + scale_bytes));
     scales_at = stages * stage_bytes;
     staged_at = scales_at + stages * scale_bytes;
-    control_at = staged_at + rows * staged;
+    control_at = staged_at + staged;
     total = control_at + kControl + kAlignment;
   }
 };
@@ -46,7 +55,7 @@ struct WideLayout {
 constexpr uint64_t kEvictNormal = 0x1000000000000000;
 constexpr uint64_t kEvictFirstPolicy = 0x12f0000000000000;
 constexpr uint64_t weight_policy(const Problem& p, const Config& c) {
-  return num_pairs(p) > int64_t{p.experts} * c.tile_rows ? kEvictNormal : kEvictFirstPolicy;
+  return mean_rows(p) > c.tile_rows ? kEvictNormal : kEvictFirstPolicy;
 }
 
 }  // namespace jax_hpc::fused_moe

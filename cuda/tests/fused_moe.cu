@@ -24,6 +24,7 @@
 #include "fused_moe/gemm.h"
 #include "fused_moe/heuristics.h"
 #include "fused_moe/launch.h"
+#include "fused_moe/wide_shape.h"
 #include "tests/moe_judge.cuh"
 #include "tests/moe_problem.cuh"
 #include "tests/moe_timing.cuh"
@@ -266,6 +267,7 @@ std::vector<Setup> all_setups(Extent extent) {
       add(several_tasks, routing);
       add({97, 2, 5, 4096, 320, format, rows}, routing);  // many stages
     }
+    add({1100, 2, 34, 144, 256, format, rows}, Routing::kUniform);  // enough for the wide products
     // Index by one CTA of many warps, and by several CTAs.
     add({1024, 8, 40, 16, 16, format, rows}, Routing::kGarbage);
     add({1025, 8, 40, 32, 16, format, rows}, Routing::kSkewed);
@@ -273,10 +275,11 @@ std::vector<Setup> all_setups(Extent extent) {
   }
   const size_t others = setups.size();
   // The wide products, which most of these are too small to be given, in tiles of both heights.
+  constexpr int kLow = 128;
   for (size_t i = 0; i < others; ++i) {
     Setup setup = setups[i];
     if (!can_be_wide(setup.p)) continue;
-    setup.wide_rows = i % 2 == 0 ? 128 : 192;
+    setup.wide_rows = i % 2 == 0 ? kLow : wide_most_rows(setup.p.format);
     setups.push_back(setup);
   }
   if (extent == Extent::kAll) return setups;
@@ -288,8 +291,10 @@ std::vector<Setup> all_setups(Extent extent) {
   const int experts = extent == Extent::kRaces ? 24 : 256;
   const Problem per_tensor{33, 8, experts, 144, 80, Format::kTensor, 0};
   const Problem in_blocks{33, 8, experts, 144, 80, Format::kBlock, kBlock};
+  const Problem in_bf16{33, 8, experts, 80, 80, Format::kBf16, 0};
   few.push_back({per_tensor, Routing::kUniform, false, true, false, false, 9, 192});
   few.push_back({in_blocks, Routing::kUniform, false, true, false, false, 9, 128});
+  few.push_back({in_bf16, Routing::kUniform, false, true, false, false, 9, 256});
   return few;
 }
 

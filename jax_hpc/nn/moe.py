@@ -128,8 +128,11 @@ class FusedMoE(nnx.Module):
         """
         experts = self.experts
         offset: jax.Array | int = 0
+        num_experts = None
         if self.expert_axis is not None:
-            offset = jax.lax.axis_index(self.expert_axis) * experts.gate_up.shape[0]
+            own = experts.gate_up.shape[0]
+            offset = jax.lax.axis_index(self.expert_axis) * own
+            num_experts = jax.lax.axis_size(self.expert_axis) * own
         whole = self.reduce_axis is None
         y = fused_moe(
             x,
@@ -137,6 +140,7 @@ class FusedMoE(nnx.Module):
             topk_weights,
             experts,
             expert_offset=offset,
+            num_experts=num_experts,
             shared_output=shared_output,
             identity_weight=identity_weight if whole else None,
             implementation=self.implementation,

@@ -119,6 +119,8 @@ F8X = np.zeros((3, 8), fp8.E4M3)
             ValueError,
             "'experts.block_rows' must be one",
         ),
+        ({"num_experts": 1}, ValueError, "'num_experts' must be an int of at least E = 2, got 1"),
+        ({"num_experts": 2.0}, ValueError, "'num_experts' must be an int of at least E = 2"),
         ({"expert_offset": -1}, ValueError, "'expert_offset' must be 0 or more, got -1"),
         ({"expert_offset": np.int64(-1)}, ValueError, "'expert_offset' must be 0 or more, got -1"),
         ({"expert_offset": ONE}, TypeError, "'expert_offset' must be int32"),

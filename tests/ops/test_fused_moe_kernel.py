@@ -70,9 +70,9 @@ def arguments(tokens: int = T, top_k: int = K, hidden: int = H, **changes: Any) 
     }
 
 
-def lower(args: dict[str, Any], implementation: Any = "cuda") -> str:
+def lower(args: dict[str, Any], implementation: Any = "cuda", **static: Any) -> str:
     """The custom calls of a program for a GPU, lowered on any machine."""
-    call = functools.partial(fused_moe, implementation=implementation)
+    call = functools.partial(fused_moe, implementation=implementation, **static)
     text = jax.jit(call).trace(**args).lower(lowering_platforms=("cuda",)).as_text()
     return "\n".join(line for line in text.splitlines() if "custom_call @jax_hpc" in line)
 
@@ -130,6 +130,8 @@ def test_per_tensor_call() -> None:
     assert text.count("@jax_hpc.fused_moe.v1") == 1
     given = attributes(text)
     assert (given["block_rows"], given["pdl"]) == ("0", "true")
+    assert given["chosen_among"] == "0"
+    assert attributes(lower(arguments(), num_experts=48))["chosen_among"] == "48"
     flags = ("x_scale", "shared_output", "identity_weight")
     assert all(given[f"has_{flag}"] == "false" for flag in flags)
     assert operand_types(text) == [
@@ -218,7 +220,8 @@ def test_sizes_are_those_of_the_kernels() -> None:
 
 @pytest.mark.parametrize("hidden", [16, 112, 128, 144, 4096])
 def test_outputs_have_room_for_sorted_rows(hidden: int) -> None:
-    """The wide products read x in e4m3 with its scales where outputs will lie."""
+    """The wide products read x where outputs will lie: in bf16, or in e4m3 with its scales."""
+    assert heuristics.outputs_width(hidden, 16, is_block=False, is_bf16=True) >= hidden
     for is_block in (False, True):
         width = heuristics.outputs_width(hidden, 16, is_block=is_block, is_bf16=False)
         assert hidden + 4 * -(-hidden // 128) <= 2 * width

@@ -291,7 +291,7 @@ def _paths_of(make: Callable[..., Call], paths: dict[str, dict[str, int]]) -> di
     return {path: functools.partial(make, **sizes) for path, sizes in paths.items()}
 
 
-# 41 rows an expert, tasks for 132 SMs: the least that takes the wide products.
+# 41 rows an expert, tasks for 132 SMs: the least that takes the wide products of every format.
 WIDE_MOE = {"launches": 5, "tokens": 698, "num_experts": 34, "inter": 256}
 
 # Operators whose kernels have several paths, each with its own call.
@@ -311,6 +311,7 @@ _PATHS = {
         "many pairs": functools.partial(_moe_kernel, launches=5, tokens=1026),
         "wide": functools.partial(_moe_kernel, **WIDE_MOE),
         "wide, blocks": functools.partial(_moe_kernel, block_rows=128, **WIDE_MOE),
+        "wide, bf16": functools.partial(_moe_kernel, is_bf16=True, **WIDE_MOE),
     },
     "prefill_attention": {
         "bf16": functools.partial(_prefill_attention, dim=64, dtype=jnp.bfloat16),

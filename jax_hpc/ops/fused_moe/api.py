@@ -31,6 +31,7 @@ def fused_moe(
     *,
     x_scale: jax.Array | float | None = None,
     expert_offset: jax.Array | int = 0,
+    num_experts: int | None = None,
     shared_output: jax.Array | None = None,
     identity_weight: jax.Array | None = None,
     implementation: Implementation = "auto",
@@ -59,6 +60,8 @@ def fused_moe(
       x_scale: x is fp8 already and this is its scale, float32: ``[]`` for per-tensor experts,
         ``[T, ceil(H / 128)]`` for block experts.
       expert_offset: first expert id of ``experts``, int or int32 ``[]`` (may be traced).
+      num_experts: experts of all ranks, among which the tokens choose; E by default. A hint of
+        how many rows an expert gets, by which the work is cut: results differ by roundings.
       shared_output: ``[T, H]`` in the output's dtype, or None.
       identity_weight: ``[T]`` float32, summed weights of zero experts
         (:func:`jax_hpc.route_topk`), or None.
@@ -88,6 +91,10 @@ def fused_moe(
     if identity_weight is not None:
         dims.match("identity_weight", identity_weight, "T")
         check_dtype(_OPERATOR, "identity_weight", identity_weight, (jnp.float32,))
+    if num_experts is not None:
+        fits = isinstance(num_experts, int) and num_experts >= dims["E"]
+        expected = f"an int of at least E = {dims['E']}"
+        check(fits, _OPERATOR, "num_experts", expected=expected, got=num_experts)
     operands = Operands(
         x=x,
         topk_ids=topk_ids,
@@ -98,7 +105,7 @@ def fused_moe(
         shared_output=shared_output,
         identity_weight=identity_weight,
     )
-    return OPERATOR(operands, Params(), implementation=implementation).out
+    return OPERATOR(operands, Params(num_experts), implementation=implementation).out
 
 
 def _check_experts(dims: Dims, experts: Experts) -> None:

@@ -72,11 +72,11 @@ def _inputs(operands: Operands) -> Sequence[Any]:
 
 
 def _attributes(operands: Operands, params: Params) -> Mapping[str, Any]:
-    del params
     experts = operands.experts
     rows = experts.block_rows if isinstance(experts, Fp8BlockExperts) else 0
+    sizes = {"block_rows": np.int32(rows), "chosen_among": np.int32(params.chosen_among or 0)}
     given = {f"has_{name}": getattr(operands, name) is not None for name in _OPTIONAL}
-    return {"options": {"block_rows": np.int32(rows), **given, "pdl": True}}
+    return {"options": {**sizes, **given, "pdl": True}}
 
 
 def _workspaces(operands: Operands, params: Params) -> Sequence[jax.ShapeDtypeStruct]:

@@ -33,7 +33,13 @@ class Results(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """fused_moe has no static parameters: the experts' type, shapes and block_rows say all."""
+    """Static parameters, beside what the experts' type, shapes and block_rows say.
+
+    chosen_among: experts of all ranks, or None for those of the call. It changes how work is
+        cut, and results by roundings alone.
+    """
+
+    chosen_among: int | None = None
 
 
 def output_dtype(x_dtype: Any) -> Any:
