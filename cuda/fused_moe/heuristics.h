@@ -63,17 +63,17 @@ inline int wide_bf16_rows(double mean) {
 //                    per tensor             in blocks                     bf16
 //      T     mean    others    wide     others    wide   rows   others    wide   rows
 //     64       21       115       -        127       -             215     221    128
-//    128       43       142     127        173     131    128      249       -    128
+//    128       43       142     127        173     131    128      249     258    128
 //    256       85       197     149        269     172    128      317     305    128
 //    512      171       374     214        499     233    192        -       -    256
 //   1024      341       578     380        778     426    192      766     673    192
 //
 // With T = 64 the others take as long as the weights take, and are kept. Of bf16 16 experts x 1536
-// take 147 / 149 for a mean of 16, 155 / 152 for 32, 196 / 168 for 64 and 302 / 208 for 128. With
+// take 147 / 149 for a mean of 16, 155 / 153 for 32, 196 / 168 for 64 and 302 / 208 for 128. With
 // 192 columns a down product has two stages, and the others stay faster.
 inline int choose_wide_rows(const Problem& p, int num_sms) {
   constexpr double kLeastOfFp8 = 40;
-  constexpr double kLeastOfBf16 = 30;
+  constexpr double kLeastOfBf16 = 45;
   constexpr int kLeastColumns = 256;
   constexpr int kTaskColumns = 64;
   const double mean = mean_rows(p);

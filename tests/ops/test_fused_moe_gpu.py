@@ -273,24 +273,24 @@ def wide_layer(format: str, mean: int) -> Layer:
     """Of so few columns that the wide products just have a task for each of 132 SMs.
 
     fp8 experts, per tensor or in blocks of 128 rows, take those from a mean of 40 rows an expert
-    on, and tiles of 192 rows from 107 on. bf16 experts take them from 30 rows on, in tiles of 192
+    on, and tiles of 192 rows from 107 on. bf16 experts take them from 45 rows on, in tiles of 192
     rows from 108 on and of 256 from 167 on.
     """
     return Layer(format, 17 * mean, 2, 34, 144, 256)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("mean", [29, 30, 39, 40, 106, 107, 108, 166, 167])
+@pytest.mark.parametrize("mean", [39, 40, 44, 45, 106, 107, 108, 166, 167])
 def test_means_around_the_wide_products(rng: np.random.Generator, format: str, mean: int) -> None:
     check_against_xla(draw(rng, wide_layer(format, mean)), 0.02)
 
 
 @pytest.mark.parametrize("format", ["tensor", "block-128", "bf16"])
-@pytest.mark.parametrize("mean", [44, 130, 200])
+@pytest.mark.parametrize("mean", [46, 130, 200])
 def test_wide_products(rng: np.random.Generator, format: str, mean: int) -> None:
     """Routings, a rank's part of the experts, x that is fp8 already; the same bits again.
 
-    Said to be half of all experts, they take lower tiles, and those of a mean of 44 none of these.
+    Said to be half of all experts, they take lower tiles, and those of a mean of 46 none of these.
     """
     layer = wide_layer(format, mean)
     args = draw(rng, layer)
