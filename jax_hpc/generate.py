@@ -15,6 +15,7 @@ from jax_hpc.decode import (
     NO_TOKEN,
     DecodeState,
     PrefillChunk,
+    compiler_options,
     make_decode_loop,
     make_prefill,
     params_of,
@@ -115,6 +116,7 @@ class Generator:
         self.stats = GenerationStats()
         self._prefill: Any = make_prefill(model)
         self._decode: Any = make_decode_loop(model, burst, early_exit=early_exit)
+        self._options = compiler_options(model)
         self._compiled: dict[Any, Any] = {}
 
     def stream(
@@ -263,10 +265,11 @@ class Generator:
             key = _prefill_key(chunk, cache, state)
             if key not in self._compiled:
                 lowered = self._prefill.lower(self.params, cache, state, chunk)
-                self._compiled[key] = lowered.compile()
+                self._compiled[key] = lowered.compile(self._options)
         key = _decode_key(cache, state)
         if key not in self._compiled:
-            self._compiled[key] = self._decode.lower(self.params, cache, state).compile()
+            lowered = self._decode.lower(self.params, cache, state)
+            self._compiled[key] = lowered.compile(self._options)
         self.stats.compile_seconds = time.perf_counter() - begin
 
 

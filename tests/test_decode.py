@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jax_hpc import decode, profiling
+from jax_hpc import decode, nn, profiling
 from jax_hpc.cache import PagedKVCache
 from jax_hpc.decode import NO_TOKEN, DecodeState, PrefillChunk, make_decode_loop, make_prefill
 from jax_hpc.sampling import SamplingParams, TokenCounts
@@ -33,6 +34,25 @@ def prefill_fn() -> Any:
 @functools.cache
 def loop_fn(steps: int = STEPS, early_exit: bool = False) -> Any:
     return make_decode_loop(model(), steps, early_exit=early_exit)
+
+
+@pytest.mark.parametrize(
+    ("backend", "format", "expected"),
+    [
+        ("gpu", "fp8_tensor", {"xla_gpu_enable_triton_gemm": False}),
+        ("gpu", "dense", {}),
+        ("cpu", "fp8_tensor", {}),
+    ],
+)
+def test_fp8_linears_are_compiled_without_triton(monkeypatch, backend, format, expected) -> None:
+    layer = nn.GatedMLP(16, 32, rngs=nnx.Rngs(0), format=format)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    options = decode.compiler_options(layer)
+    assert options == expected
+    monkeypatch.undo()
+    graph, params = nnx.split(layer)
+    run = jax.jit(lambda params, x: nnx.merge(graph, params)(x))
+    run.lower(params, jnp.ones((2, 16))).compile(options)  # XLA knows the name
 
 
 def prompts(rng: np.random.Generator, lengths: tuple[int, ...]) -> list[list[int]]:
