@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hpc._checks import Dims, check, check_choice, check_dtype
+from jax_hpc._checks import Dims, check, check_choice, check_dtype, static_int
 from jax_hpc.fp8 import BLOCK, E4M3
 from jax_hpc.ops.fused_moe.primitive import OPERATOR
 from jax_hpc.ops.fused_moe.signature import Operands, Params, output_dtype
@@ -21,6 +21,7 @@ from jax_hpc.ops.fused_moe.weights import (
 from jax_hpc.types import Implementation
 
 _OPERATOR = "fused_moe"
+_MOST_INT32 = 2**31 - 1
 
 
 def fused_moe(
@@ -72,7 +73,7 @@ def fused_moe(
 
     Raises:
       ValueError: shapes or values do not fit.
-      TypeError: a dtype or the type of experts is not supported.
+      TypeError: a dtype or the type of experts is not supported, or num_experts is no Python int.
       NotImplementedError: ``implementation="cuda"`` and no kernel takes the case.
     """
     dims = Dims(_OPERATOR)
@@ -92,8 +93,9 @@ def fused_moe(
         dims.match("identity_weight", identity_weight, "T")
         check_dtype(_OPERATOR, "identity_weight", identity_weight, (jnp.float32,))
     if num_experts is not None:
-        fits = isinstance(num_experts, int) and num_experts >= dims["E"]
-        expected = f"an int of at least E = {dims['E']}"
+        num_experts = static_int(_OPERATOR, "num_experts", num_experts)
+        fits = dims["E"] <= num_experts <= _MOST_INT32
+        expected = f"E = {dims['E']} to {_MOST_INT32}"
         check(fits, _OPERATOR, "num_experts", expected=expected, got=num_experts)
     operands = Operands(
         x=x,
@@ -182,8 +184,9 @@ def _check_x(
 
 def _offset(expert_offset: jax.Array | int) -> jax.Array:
     if isinstance(expert_offset, int | np.integer):
-        inside = 0 <= expert_offset < 2**31
-        check(inside, _OPERATOR, "expert_offset", expected="0 or more", got=expert_offset)
+        inside = 0 <= expert_offset <= _MOST_INT32
+        expected = f"0 to {_MOST_INT32}"
+        check(inside, _OPERATOR, "expert_offset", expected=expected, got=expert_offset)
         return jnp.asarray(expert_offset, jnp.int32)
     Dims(_OPERATOR).match("expert_offset", expert_offset, "")
     check_dtype(_OPERATOR, "expert_offset", expert_offset, (jnp.int32,))
