@@ -1,4 +1,4 @@
-// outputs = down of the intermediate's rows, 64 or 128 of the hidden values to a task.
+// outputs = down of the intermediate's rows, 64, 128 or of bf16 256 of the hidden values to a task.
 //
 // Weights and index do not depend on gate-up, which runs before: a CTA that finds room while
 // gate-up ends fills its ring with weights meanwhile. Only the intermediate's rows wait.

@@ -12,11 +12,7 @@
 
 namespace jax_hpc::fused_moe {
 
-constexpr int kPairColumns = 192;
-constexpr int kPairs = kWeightRows;    // of a task
 constexpr int kPairRows = 2 * kPairs;  // hidden values of a task
-constexpr int kPieceColumns = 64;
-constexpr int kPieces = kPairColumns / kPieceColumns;
 constexpr int kPairWeightBytes = kPairRows * kPairColumns;
 constexpr int kPieceGroupBytes = kGroupRows * kPairColumns;  // eight rows of the intermediate
 

@@ -5,6 +5,8 @@
 #include <cmath>
 
 #include "fused_moe/config.h"
+#include "fused_moe/stage.h"
+#include "fused_moe/wide_shape.h"
 
 namespace jax_hpc::fused_moe {
 
@@ -46,13 +48,12 @@ constexpr bool can_be_wide(const Problem& p) {
 // Of bf16: the fewest tiles of up to 256 rows that most experts of a uniform routing fit into, and
 // the lowest of these. Fewer tiles read fewer weights, and lower ones differ less in rows.
 inline int wide_bf16_rows(double mean) {
-  constexpr double kMost = 256;
   const double most = mean + 2 * std::sqrt(mean);
-  const double tiles = std::ceil(most / kMost);
+  const double tiles = std::ceil(most / kWideMostBf16Rows);
   for (const int rows : {128, 192}) {
     if (tiles * rows >= most) return rows;
   }
-  return static_cast<int>(kMost);
+  return kWideMostBf16Rows;
 }
 
 // Rows of a tile of the wide products, 0 where the others are faster.
@@ -75,7 +76,7 @@ inline int choose_wide_rows(const Problem& p, int num_sms) {
   constexpr double kLeastOfFp8 = 40;
   constexpr double kLeastOfBf16 = 45;
   constexpr int kLeastColumns = 256;
-  constexpr int kTaskColumns = 64;
+  constexpr int kTaskColumns = kWideWeightRows / 2;  // beside as many rows of up
   const double mean = mean_rows(p);
   const bool is_bf16 = p.format == Format::kBf16;
   const double least_mean = is_bf16 ? kLeastOfBf16 : kLeastOfFp8;
@@ -83,22 +84,21 @@ inline int choose_wide_rows(const Problem& p, int num_sms) {
   if (!can_be_wide(p) || p.inter < kLeastColumns || mean < least_mean || tasks < num_sms) return 0;
   if (is_bf16) return wide_bf16_rows(mean);
   const double spare = 128 - 1 - mean;
-  return spare > 0 && spare * spare >= 4 * mean ? 128 : 192;
+  return spare > 0 && spare * spare >= 4 * mean ? 128 : kWideMostRows;
 }
 
 inline Config choose(const Problem& p, int num_sms) {
-  constexpr int kTileColumns = 32;
+  constexpr int kTaskColumns = kWeightRows / 2;
   const int wide_rows = choose_wide_rows(p, num_sms);
   if (wide_rows > 0) return wide_config(wide_rows);
   Config config{.tile_rows = choose_tile_rows(p), .gate_up_pieces = 1};
   const int sharing = sharing_experts(p);
   const int64_t own_pairs = (num_pairs(p) * p.experts + sharing - 1) / sharing;
   const int64_t busy_experts = std::min<int64_t>(own_pairs, p.experts);
-  const int64_t tiles = busy_experts * blocks_of(p.inter, kTileColumns);
-  constexpr int kPieceBytes = 128;
+  const int64_t tasks = busy_experts * blocks_of(p.inter, kTaskColumns);
   const bool has_pieces = config.tile_rows == 8 && p.format != Format::kBlock &&
-                          p.hidden * value_bytes(p.format) % kPieceBytes == 0;
-  if (has_pieces && tiles < num_sms) config.gate_up_pieces = 4;
+                          p.hidden * value_bytes(p.format) % kStageRow == 0;
+  if (has_pieces && tasks < num_sms) config.gate_up_pieces = 4;
   return config;
 }
 

@@ -20,7 +20,7 @@ constexpr int kScanWarps = kWords / kWarpSize;
 static_assert(kPairsOfOne < 1 << 16 && kPairsOfSegment < 1 << 16);
 
 // Of a tile, no power of two.
-constexpr int kMostUnevenRows = 192;
+constexpr int kMostUnevenRows = kMostTileRows - 1;
 
 // What the kernels of the index need to know, as the host works it out.
 struct Plan {

@@ -293,7 +293,7 @@ std::vector<Setup> all_setups(Extent extent) {
     add({4000, 6, 512, 16, 16, format, rows}, Routing::kGarbage);
   }
   const size_t others = setups.size();
-  // The wide products, which most of these are too small to be given, in tiles of both heights.
+  // The wide products, which most of these are too small to be given, in tiles of two heights.
   constexpr int kLow = 128;
   for (size_t i = 0; i < others; ++i) {
     Setup setup = setups[i];
