@@ -63,25 +63,27 @@ inline int wide_bf16_rows(double mean) {
 //
 //                    per tensor             in blocks                     bf16
 //      T     mean    others    wide     others    wide   rows   others    wide   rows
-//     64       21       115       -        127       -             215     221    128
-//    128       43       142     127        173     131    128      249     258    128
+//     32       11       110     116        118     125    128        -       -      -
+//     64       21       111     115        123     125    128      215     221    128
+//     96       32       158     117        179     127    128        -       -      -
+//    128       43       146     122        174     129    128      249     258    128
 //    256       85       197     149        269     172    128      317     305    128
-//    512      171       374     214        499     233    192        -       -    256
-//   1024      341       578     380        778     426    192      766     673    192
+//    512      171       374     207        499     233    192        -       -    256
+//   1024      341       578     367        778     422    192      766     673    192
 //
-// With T = 64 the others take as long as the weights take, and are kept. Of bf16 16 experts x 1536
-// take 147 / 149 for a mean of 16, 155 / 153 for 32, 196 / 168 for 64 and 302 / 208 for 128. With
-// 192 columns a down product has two stages, and the others stay faster.
+// Tiles of 32 rows take as long as the weights take, and are kept, tiles of 64 rows of fp8 do not.
+// Of bf16 16 experts x 1536 take 147 / 149 for a mean of 16, 155 / 153 for 32, 196 / 168 for 64 and
+// 302 / 208 for 128. With 192 columns a down product has two stages, and the others stay faster.
 inline int choose_wide_rows(const Problem& p, int num_sms) {
-  constexpr double kLeastOfFp8 = 40;
+  constexpr int kMostOfOthers = 32;  // rows of a tile, of fp8
   constexpr double kLeastOfBf16 = 45;
   constexpr int kLeastColumns = 256;
   constexpr int kTaskColumns = kWideWeightRows / 2;  // beside as many rows of up
   const double mean = mean_rows(p);
   const bool is_bf16 = p.format == Format::kBf16;
-  const double least_mean = is_bf16 ? kLeastOfBf16 : kLeastOfFp8;
+  const bool is_many = is_bf16 ? mean >= kLeastOfBf16 : choose_tile_rows(p) > kMostOfOthers;
   const int64_t tasks = int64_t{p.experts} * blocks_of(p.inter, kTaskColumns);
-  if (!can_be_wide(p) || p.inter < kLeastColumns || mean < least_mean || tasks < num_sms) return 0;
+  if (!can_be_wide(p) || p.inter < kLeastColumns || !is_many || tasks < num_sms) return 0;
   if (is_bf16) return wide_bf16_rows(mean);
   const double spare = 128 - 1 - mean;
   return spare > 0 && spare * spare >= 4 * mean ? 128 : kWideMostRows;
