@@ -155,10 +155,8 @@ __global__ void __launch_bounds__(GateUpShape<TileRows, Pieces, format>::kThread
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int extra = static_cast<int>(memory.extra() - shared_address(gate_up_memory));
   auto* few = reinterpret_cast<FewPairs*>(gate_up_memory + extra);
-  if (num_pairs(p) > kFewPairs || arrays.index.topk_ids == nullptr) few = nullptr;
-  if (few != nullptr && warp == 0) {
-    sort_few(p, TileRows, arrays.index.topk_ids, arrays.index.expert_offset, lane, *few);
-  }
+  if (num_pairs(p) > kFewPairs) few = nullptr;
+  if (few != nullptr && warp == 0) sort_few(p, TileRows, arrays.index, lane, *few);
   if (threadIdx.x == Shape::kWeightWarp * kWarpSize) {
     init_stages(memory, 1 + kWarpSize);
     fence_barrier_init();
