@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(DownShape<TileRows, format>::kThreads,
                 const __grid_constant__ CUtensorMap act_map) {
   using Shape = DownShape<TileRows, format>;
   extern __shared__ uint8_t down_memory[];
-  const StageMemory<Shape> memory = stage_memory<Shape>(down_memory);
+  const StageMemory<Shape> memory{stages_start(down_memory)};
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (threadIdx.x == Shape::kWeightWarp * kWarpSize) {

@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(DownPairsShape<TileRows, format>::kThreads,
                       const __grid_constant__ CUtensorMap act_map) {
   using Shape = DownPairsShape<TileRows, format>;
   extern __shared__ uint8_t pairs_memory[];
-  const StageMemory<Shape> memory = stage_memory<Shape>(pairs_memory);
+  const StageMemory<Shape> memory{stages_start(pairs_memory)};
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (threadIdx.x == Shape::kWeightWarp * kWarpSize) {

@@ -2,10 +2,10 @@
 // first kernel of the chain has ended asks for weights meanwhile. A lane sorts one pair.
 #pragma once
 
+#include <cstdint>
+
 #include "common/launch.h"
-#include "common/ptx.cuh"
 #include "fused_moe/config.h"
-#include "fused_moe/instructions.cuh"
 
 namespace jax_hpc::fused_moe {
 
@@ -35,12 +35,11 @@ struct Order {
 };
 
 __device__ __forceinline__ Order order_lanes(uint32_t value) {
-  constexpr uint32_t kAll = ~0u;
-  Order order{0, kAll};
+  Order order{0, kWholeWarp};
 #pragma unroll
   for (int bit = kExpertBits - 1; bit >= 0; --bit) {
     const bool is_set = value >> bit & 1;
-    const uint32_t set = __ballot_sync(kAll, is_set);
+    const uint32_t set = __ballot_sync(kWholeWarp, is_set);
     if (is_set) order.smaller |= order.same & ~set;
     order.same &= is_set ? set : ~set;
   }
@@ -61,11 +60,10 @@ struct FewOrder {
 __device__ __forceinline__ FewOrder order_few(int pairs, int experts, int most_rows,
                                               const int* topk_ids, const int* expert_offset,
                                               int lane) {
-  constexpr uint32_t kAll = ~0u;
   const int id = lane < pairs ? topk_ids[lane] : -1;
   const int offset = *expert_offset;
   const int expert = lane < pairs ? local_expert(experts, id, offset) : -1;
-  const uint32_t here = __ballot_sync(kAll, expert >= 0);
+  const uint32_t here = __ballot_sync(kWholeWarp, expert >= 0);
   Order order = order_lanes(static_cast<uint32_t>(max(expert, 0)));
   order.smaller &= here;
   order.same &= here;
@@ -73,7 +71,7 @@ __device__ __forceinline__ FewOrder order_few(int pairs, int experts, int most_r
   const int row = __popc(before);
   const int rank = row - __popc(order.smaller);
   const bool starts_tile = expert >= 0 && (rank & (most_rows - 1)) == 0;
-  const uint32_t starts = __ballot_sync(kAll, starts_tile);
+  const uint32_t starts = __ballot_sync(kWholeWarp, starts_tile);
   // Before a tile are those that lower experts' lanes start, and its own expert's lower lanes.
   return {expert,
           row,

@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(GateUpShape<TileRows, Pieces, format>::kThread
                    const __grid_constant__ CUtensorMap map) {
   using Shape = GateUpShape<TileRows, Pieces, format>;
   extern __shared__ uint8_t gate_up_memory[];
-  const StageMemory<Shape> memory = stage_memory<Shape>(gate_up_memory);
+  const StageMemory<Shape> memory{stages_start(gate_up_memory)};
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int extra = static_cast<int>(memory.extra() - shared_address(gate_up_memory));

@@ -84,11 +84,10 @@ struct StageMemory {
 
 // The CTA's dynamic shared memory from its first multiple of 1024. By way of a shuffle, so that it
 // stays in a register.
-template <class Shape>
-__device__ __forceinline__ StageMemory<Shape> stage_memory(const uint8_t* dynamic) {
+__device__ __forceinline__ SharedAddress stages_start(const uint8_t* dynamic) {
   const SharedAddress start = shared_address(dynamic);
-  const uint32_t aligned = (start + Shape::kAlignment - 1) / Shape::kAlignment * Shape::kAlignment;
-  return {__shfl_sync(0xffffffff, aligned, 0)};
+  const uint32_t aligned = (start + kGroupBytes - 1) / kGroupBytes * kGroupBytes;
+  return __shfl_sync(kWholeWarp, aligned, 0);
 }
 
 template <int Stages>

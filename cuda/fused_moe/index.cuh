@@ -14,7 +14,6 @@
 
 namespace jax_hpc::fused_moe {
 
-constexpr unsigned kWholeWarp = ~0u;
 constexpr int kWords = kMostExperts / 2;  // two counts of 16 bits each
 constexpr int kScanWarps = kWords / kWarpSize;
 static_assert(kPairsOfOne < 1 << 16 && kPairsOfSegment < 1 << 16);

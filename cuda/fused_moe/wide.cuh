@@ -29,12 +29,7 @@ struct WideMemory {
   const WideLayout& layout;
 
   __device__ __forceinline__ WideMemory(const uint8_t* dynamic, const WideLayout& given)
-      : layout(given) {
-    constexpr uint32_t kAlignment = kGroupBytes;
-    const SharedAddress address = shared_address(dynamic);
-    const uint32_t aligned = (address + kAlignment - 1) / kAlignment * kAlignment;
-    start = __shfl_sync(~0u, aligned, 0);
-  }
+      : start(stages_start(dynamic)), layout(given) {}
 
   __device__ __forceinline__ SharedAddress weights(int stage) const {
     return start + stage * layout.stage_bytes;
@@ -81,6 +76,11 @@ struct WidePlace {
     }
   }
 };
+
+// The thread's warp, by way of a shuffle: of all its threads the same, as the compiler knows then.
+__device__ __forceinline__ int uniform_warp() {
+  return __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);
+}
 
 // A CTA's tasks.
 __device__ __forceinline__ TaskWalk wide_walk(const Index& index, int parts) {
