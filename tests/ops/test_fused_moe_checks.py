@@ -44,6 +44,16 @@ F8X = np.zeros((3, 8), fp8.E4M3)
             r"'x_scale' must have shape \[\]",
         ),
         (
+            {"x": F8X, "experts": TENSOR, "x_scale": 0.0},
+            ValueError,
+            "'x_scale' must be finite and > 0, got 0.0",
+        ),
+        (
+            {"x": F8X, "experts": BLOCK, "x_scale": 1.0},
+            TypeError,
+            r"'x_scale' must be an array of shape \[T, blocks\(H\)\], got float",
+        ),
+        (
             {"x": F8X, "experts": BLOCK, "x_scale": np.ones((3, 2), np.float32)},
             ValueError,
             r"'x_scale' must have shape \[T, blocks\(H\)\] with T = 3 from 'x', blocks\(H\) = 1",

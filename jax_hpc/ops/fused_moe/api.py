@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hpc._checks import Dims, check, check_choice, check_dtype, static_int
+from jax_hpc._checks import Dims, check, check_choice, check_dtype, check_scale, static_int
 from jax_hpc.fp8 import BLOCK, E4M3
 from jax_hpc.ops.fused_moe.primitive import OPERATOR
 from jax_hpc.ops.fused_moe.signature import Operands, Params, output_dtype
@@ -58,8 +58,8 @@ def fused_moe(
       topk_weights: ``[T, K]`` float32.
       experts: :class:`DenseExperts` of x's dtype, :class:`Fp8TensorExperts` or
         :class:`Fp8BlockExperts`. I must be a multiple of 16.
-      x_scale: x is fp8 already and this is its scale, float32: ``[]`` for per-tensor experts,
-        ``[T, ceil(H / 128)]`` for block experts.
+      x_scale: x is fp8 already and this is its scale, float32: ``[]`` or a positive number for
+        per-tensor experts, ``[T, ceil(H / 128)]`` for block experts.
       expert_offset: first expert id of ``experts``, int or int32 ``[]`` (may be traced).
       num_experts: experts of all ranks, among which the tokens choose; E by default. A hint of
         how many rows an expert gets, by which the work is cut: results differ by roundings.
@@ -177,9 +177,11 @@ def _check_x(
     if isinstance(experts, Fp8BlockExperts):
         _check_scale(dims, "x_scale", cast(jax.Array, x_scale), "T blocks(H)")
         return experts, cast(jax.Array, x_scale)
-    scale = jnp.asarray(x_scale, jnp.float32) if isinstance(x_scale, int | float) else x_scale
-    _check_scale(dims, "x_scale", scale, "")
-    return dataclasses.replace(cast(Fp8TensorExperts, experts), input_scale=scale), None
+    if isinstance(x_scale, int | float):
+        check_scale(_OPERATOR, "x_scale", x_scale)
+        x_scale = jnp.asarray(x_scale, jnp.float32)
+    _check_scale(dims, "x_scale", x_scale, "")
+    return dataclasses.replace(cast(Fp8TensorExperts, experts), input_scale=x_scale), None
 
 
 def _offset(expert_offset: jax.Array | int) -> jax.Array:
