@@ -283,7 +283,7 @@ std::vector<Setup> all_setups(Extent extent) {
       add({97, 2, 5, 4096, 320, format, rows}, routing);  // many stages
     }
     add({1100, 2, 34, 144, 256, format, rows}, Routing::kUniform);  // enough for the wide products
-    // One expert: by lanes of a warp, by one CTA, by several, and enough for the wide products.
+    // One expert, whose pairs lanes of a warp sort, one CTA, or several.
     for (const int tokens : {1, 60, 3000}) {
       add({tokens, 1, 1, 144, 272, format, rows}, Routing::kUniform);
     }
