@@ -1,5 +1,6 @@
 """Argument checks. Every message names the operator, the argument, what was expected and got."""
 
+import math
 import numbers
 from collections.abc import Collection
 from typing import Any
@@ -51,6 +52,12 @@ def _not_static(operator: str, argument: str, expected: str, value: Any) -> str:
         f"{operator}: argument '{argument}' must be {expected} (it is static), got "
         f"{describe(value)}"
     )
+
+
+def check_scale(operator: str, argument: str, scale: float) -> None:
+    """Raise ``ValueError`` unless a scale of fp8 that is known by its value is finite and > 0."""
+    is_scale = math.isfinite(scale) and scale > 0
+    check(is_scale, operator, argument, expected="finite and > 0", got=scale)
 
 
 def describe(value: Any) -> str:

@@ -155,6 +155,12 @@ ffi::Error run(cudaStream_t stream, int32_t device, ffi::AnyBuffer x, Ids ids, T
         "shapes must be x, out [T, H], topk_ids, topk_weights [T, K], gate_up [E, 2, I, H], down "
         "[E, H, I]");
   }
+  // Before the sizes of workspaces, which divide by some of these.
+  if (!moe::is_supported(p)) {
+    return refuse(
+        "T, K, E, H and I must be 1 or more, H and I multiples of 16, E at most 512, K at most "
+        "128, T * K at most 2^24, T * ceil(H / 128) at most 2^30, and block_rows 0, 64 or 128");
+  }
   Optional take(arguments, results);
   moe::Arrays a{};
   a.x = x.untyped_data();

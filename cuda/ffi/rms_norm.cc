@@ -40,7 +40,8 @@ ffi::Error run(cudaStream_t stream, Rows x, ffi::AnyBuffer weight, ffi::Remainin
   const int64_t tokens = x.dimensions()[0];
   const int64_t hidden = x.dimensions()[1];
   if (hidden % norm::kChunk != 0 || hidden > norm::kMostHidden || tokens > INT32_MAX) {
-    return refuse("x [T, H] must have an H that is a multiple of 8 and at most 16384");
+    return refuse(
+        "x [T, H] must have an H that is a multiple of 8 and at most 16384, and a T below 2^31");
   }
   const bool is_bf16 = weight.element_type() == ffi::BF16;
   if ((!is_bf16 && weight.element_type() != ffi::F32) || weight.dimensions().size() != 1 ||

@@ -88,9 +88,9 @@ constexpr int64_t max_tiles(const Problem& p, const Config& c) {
   return pairs < split ? pairs : split;
 }
 
-// Written by the first kernel of the chain. The products read it before they wait for the kernel
-// that precedes them: a kernel of the chain lets the next one start only after its own wait, so
-// what was written two kernels ago is complete.
+// Complete before gate-up, which waits for it. Down and the reduction read the index before they
+// wait for the kernel that precedes them: a kernel of the chain lets the next one start only after
+// its own wait, so what was written two kernels ago is complete.
 struct Index {
   const Tile* tiles;     // [max_tiles], of which header[0] are written
   const int* header;     // {number of tiles, number of rows}, 8-byte aligned

@@ -1,4 +1,4 @@
-// outputs = down of the intermediate's rows, 64 or 128 of the hidden values to a task.
+// outputs = down of the intermediate's rows, 64, 128 or of bf16 256 of the hidden values to a task.
 //
 // Weights and index do not depend on gate-up, which runs before: a CTA that finds room while
 // gate-up ends fills its ring with weights meanwhile. Only the intermediate's rows wait.
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(DownShape<TileRows, format>::kThreads,
                 const __grid_constant__ CUtensorMap act_map) {
   using Shape = DownShape<TileRows, format>;
   extern __shared__ uint8_t down_memory[];
-  const StageMemory<Shape> memory = stage_memory<Shape>(down_memory);
+  const StageMemory<Shape> memory{stages_start(down_memory)};
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (threadIdx.x == Shape::kWeightWarp * kWarpSize) {

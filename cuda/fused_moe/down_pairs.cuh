@@ -12,11 +12,7 @@
 
 namespace jax_hpc::fused_moe {
 
-constexpr int kPairColumns = 192;
-constexpr int kPairs = kWeightRows;    // of a task
 constexpr int kPairRows = 2 * kPairs;  // hidden values of a task
-constexpr int kPieceColumns = 64;
-constexpr int kPieces = kPairColumns / kPieceColumns;
 constexpr int kPairWeightBytes = kPairRows * kPairColumns;
 constexpr int kPieceGroupBytes = kGroupRows * kPairColumns;  // eight rows of the intermediate
 
@@ -255,7 +251,7 @@ __global__ void __launch_bounds__(DownPairsShape<TileRows, format>::kThreads,
                       const __grid_constant__ CUtensorMap act_map) {
   using Shape = DownPairsShape<TileRows, format>;
   extern __shared__ uint8_t pairs_memory[];
-  const StageMemory<Shape> memory = stage_memory<Shape>(pairs_memory);
+  const StageMemory<Shape> memory{stages_start(pairs_memory)};
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (threadIdx.x == Shape::kWeightWarp * kWarpSize) {

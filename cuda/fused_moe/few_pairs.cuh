@@ -2,10 +2,10 @@
 // first kernel of the chain has ended asks for weights meanwhile. A lane sorts one pair.
 #pragma once
 
+#include <cstdint>
+
 #include "common/launch.h"
-#include "common/ptx.cuh"
 #include "fused_moe/config.h"
-#include "fused_moe/instructions.cuh"
 
 namespace jax_hpc::fused_moe {
 
@@ -19,6 +19,15 @@ struct FewPairs {
   int unused[3];
 };
 
+constexpr int kExpertBits = 9;
+
+// Index of an id among a call's experts, -1 where it is not one of them. The difference is one of
+// unsigned integers: no garbage wraps around into the range.
+__device__ __forceinline__ int local_expert(int experts, int id, int offset) {
+  const uint32_t local = static_cast<uint32_t>(id) - static_cast<uint32_t>(offset);
+  return id >= offset && local < static_cast<uint32_t>(experts) ? static_cast<int>(local) : -1;
+}
+
 // The lanes whose value is smaller, and those whose value is the same.
 struct Order {
   uint32_t smaller;
@@ -26,43 +35,60 @@ struct Order {
 };
 
 __device__ __forceinline__ Order order_lanes(uint32_t value) {
-  constexpr int kBits = 9;  // of an expert
-  constexpr uint32_t kAll = ~0u;
-  Order order{0, kAll};
+  Order order{0, kWholeWarp};
 #pragma unroll
-  for (int bit = kBits - 1; bit >= 0; --bit) {
+  for (int bit = kExpertBits - 1; bit >= 0; --bit) {
     const bool is_set = value >> bit & 1;
-    const uint32_t set = __ballot_sync(kAll, is_set);
+    const uint32_t set = __ballot_sync(kWholeWarp, is_set);
     if (is_set) order.smaller |= order.same & ~set;
     order.same &= is_set ? set : ~set;
   }
   return order;
 }
 
-// By one warp. The same order as the index of all pairs has.
-__device__ __forceinline__ void sort_few(const Problem& p, int tile_rows, const int* topk_ids,
-                                         const int* expert_offset, int lane, FewPairs& to) {
-  const int pairs = p.tokens * p.top_k;
+// What a lane knows of its pair, in the order of the index.
+struct FewOrder {
+  int expert;     // -1: none of this call's
+  int row;        // of a pair that has an expert
+  int tile;       // that the pair starts, -1: none
+  int tile_rows;  // of that tile
+  int num_rows;   // of all pairs
+  int num_tiles;
+};
+
+// By one warp. `most_rows` of a tile are a power of two.
+__device__ __forceinline__ FewOrder order_few(int pairs, int experts, int most_rows,
+                                              const int* topk_ids, const int* expert_offset,
+                                              int lane) {
   const int id = lane < pairs ? topk_ids[lane] : -1;
   const int offset = *expert_offset;
-  const uint32_t expert = static_cast<uint32_t>(id) - static_cast<uint32_t>(offset);
-  const bool is_here = lane < pairs && id >= offset && expert < static_cast<uint32_t>(p.experts);
-  const uint32_t here = __ballot_sync(~0u, is_here);
-  Order order = order_lanes(is_here ? expert : 0);
+  const int expert = lane < pairs ? local_expert(experts, id, offset) : -1;
+  const uint32_t here = __ballot_sync(kWholeWarp, expert >= 0);
+  Order order = order_lanes(static_cast<uint32_t>(max(expert, 0)));
   order.smaller &= here;
   order.same &= here;
-  const int rank = __popc(order.same & ((1u << lane) - 1));
-  const int row = __popc(order.smaller) + rank;
-  const int of_tile = rank & (tile_rows - 1);
-  const bool starts_tile = is_here && of_tile == 0;
-  const uint32_t starts = __ballot_sync(~0u, starts_tile);
-  if (starts_tile) {
-    // Of its own expert, the tiles before are those that lower lanes start.
-    const int tile = __popc((order.smaller | (order.same & ((1u << lane) - 1))) & starts);
-    to.tiles[tile] = {static_cast<int>(expert), row, min(tile_rows, __popc(order.same) - rank), 0};
-  }
-  if (is_here) to.row_token[row] = lane / p.top_k;
-  if (lane == 0) to.num_tiles = __popc(starts);
+  const uint32_t before = order.smaller | (order.same & ((1u << lane) - 1));
+  const int row = __popc(before);
+  const int rank = row - __popc(order.smaller);
+  const bool starts_tile = expert >= 0 && (rank & (most_rows - 1)) == 0;
+  const uint32_t starts = __ballot_sync(kWholeWarp, starts_tile);
+  // Before a tile are those that lower experts' lanes start, and its own expert's lower lanes.
+  return {expert,
+          row,
+          starts_tile ? __popc(before & starts) : -1,
+          min(most_rows, __popc(order.same) - rank),
+          __popc(here),
+          __popc(starts)};
+}
+
+// By one warp.
+__device__ __forceinline__ void sort_few(const Problem& p, int tile_rows, const Index& index,
+                                         int lane, FewPairs& to) {
+  const FewOrder few = order_few(p.tokens * p.top_k, p.experts, tile_rows, index.topk_ids,
+                                 index.expert_offset, lane);
+  if (few.tile >= 0) to.tiles[few.tile] = {few.expert, few.row, few.tile_rows, 0};
+  if (few.expert >= 0) to.row_token[few.row] = lane / p.top_k;
+  if (lane == 0) to.num_tiles = few.num_tiles;
 }
 
 }  // namespace jax_hpc::fused_moe

@@ -150,15 +150,13 @@ __global__ void __launch_bounds__(GateUpShape<TileRows, Pieces, format>::kThread
                    const __grid_constant__ CUtensorMap map) {
   using Shape = GateUpShape<TileRows, Pieces, format>;
   extern __shared__ uint8_t gate_up_memory[];
-  const StageMemory<Shape> memory = stage_memory<Shape>(gate_up_memory);
+  const StageMemory<Shape> memory{stages_start(gate_up_memory)};
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int extra = static_cast<int>(memory.extra() - shared_address(gate_up_memory));
   auto* few = reinterpret_cast<FewPairs*>(gate_up_memory + extra);
-  if (num_pairs(p) > kFewPairs || arrays.index.topk_ids == nullptr) few = nullptr;
-  if (few != nullptr && warp == 0) {
-    sort_few(p, TileRows, arrays.index.topk_ids, arrays.index.expert_offset, lane, *few);
-  }
+  if (num_pairs(p) > kFewPairs) few = nullptr;
+  if (few != nullptr && warp == 0) sort_few(p, TileRows, arrays.index, lane, *few);
   if (threadIdx.x == Shape::kWeightWarp * kWarpSize) {
     init_stages(memory, 1 + kWarpSize);
     fence_barrier_init();

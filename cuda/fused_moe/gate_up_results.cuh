@@ -181,7 +181,7 @@ __device__ __forceinline__ void quantize_group(const Problem& p, const RowBuffer
                                     larger_magnitude(act[i].z, act[i].w));
 #pragma unroll
       for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        most = larger_magnitude(most, __shfl_xor_sync(0xffffffff, most, distance));
+        most = larger_magnitude(most, __shfl_xor_sync(kWholeWarp, most, distance));
       }
       if (first + i * kWarps >= tile.rows) continue;
       const float scale = scale_of_largest(most);

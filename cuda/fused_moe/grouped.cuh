@@ -2,9 +2,10 @@
 // product of a stage.
 //
 // Weights are the 64 rows of the tensor cores' product, tokens its columns, so that few tokens
-// waste little. One warp copies weights, one the rows of tokens, and one or two warpgroups
-// multiply, each 64 weight rows of its own. With small tiles several CTAs share an SM, and
-// while one ends a task, the others' copies are under way. A CTA's ring runs on across its tasks.
+// waste little. One warp copies weights, one the rows of tokens, and one, two or of bf16 four
+// warpgroups multiply, each 64 weight rows of its own. With small tiles several CTAs share an SM,
+// and while one ends a task, the others' copies are under way. A CTA's ring runs on across its
+// tasks.
 #pragma once
 
 #include "common/launch.h"
@@ -14,18 +15,14 @@
 #include "fused_moe/few_pairs.cuh"
 #include "fused_moe/instructions.cuh"
 #include "fused_moe/narrow_product.cuh"
+#include "fused_moe/stage.h"
 
 namespace jax_hpc::fused_moe {
 
 constexpr int kGroupWarps = kWarpgroup / kWarpSize;
 
-// A stage of either product: 128 bytes of 64 weight rows, and of up to `Rows` rows of tokens,
-// swizzled by 128 bytes.
-constexpr int kStageRow = 128;
-constexpr int kStageValues = 128;  // of e4m3; of bf16 there are 64
-constexpr int kGroupRows = 8;      // rows of a swizzled group
-constexpr int kGroupBytes = kGroupRows * kStageRow;
-constexpr int kWeightRows = 64;
+// A stage of either product: 128 bytes of 64 weight rows, and of up to `Rows` rows of tokens.
+constexpr int kStageValues = kStageRow;                // of e4m3; of bf16 there are half as many
 constexpr int kWeightBytes = kWeightRows * kStageRow;  // of a warpgroup
 
 // Groups: warpgroups that multiply. Scales: floats that come with a stage. ExtraBytes: what the
@@ -87,11 +84,10 @@ struct StageMemory {
 
 // The CTA's dynamic shared memory from its first multiple of 1024. By way of a shuffle, so that it
 // stays in a register.
-template <class Shape>
-__device__ __forceinline__ StageMemory<Shape> stage_memory(const uint8_t* dynamic) {
+__device__ __forceinline__ SharedAddress stages_start(const uint8_t* dynamic) {
   const SharedAddress start = shared_address(dynamic);
-  const uint32_t aligned = (start + Shape::kAlignment - 1) / Shape::kAlignment * Shape::kAlignment;
-  return {__shfl_sync(0xffffffff, aligned, 0)};
+  const uint32_t aligned = (start + kGroupBytes - 1) / kGroupBytes * kGroupBytes;
+  return __shfl_sync(kWholeWarp, aligned, 0);
 }
 
 template <int Stages>

@@ -5,6 +5,8 @@
 #include <cmath>
 
 #include "fused_moe/config.h"
+#include "fused_moe/stage.h"
+#include "fused_moe/wide_shape.h"
 
 namespace jax_hpc::fused_moe {
 
@@ -46,13 +48,12 @@ constexpr bool can_be_wide(const Problem& p) {
 // Of bf16: the fewest tiles of up to 256 rows that most experts of a uniform routing fit into, and
 // the lowest of these. Fewer tiles read fewer weights, and lower ones differ less in rows.
 inline int wide_bf16_rows(double mean) {
-  constexpr double kMost = 256;
   const double most = mean + 2 * std::sqrt(mean);
-  const double tiles = std::ceil(most / kMost);
+  const double tiles = std::ceil(most / kWideMostBf16Rows);
   for (const int rows : {128, 192}) {
     if (tiles * rows >= most) return rows;
   }
-  return static_cast<int>(kMost);
+  return kWideMostBf16Rows;
 }
 
 // Rows of a tile of the wide products, 0 where the others are faster.
@@ -70,14 +71,14 @@ inline int wide_bf16_rows(double mean) {
 //    512      171       374     207        499     233    192        -       -    256
 //   1024      341       578     367        778     422    192      766     673    192
 //
-// Tiles of 32 rows take as long as the weights take, and are kept, tiles of 64 rows of fp8 do not.
+// Tiles of 32 rows take as long as the weights take, and are kept; of fp8, tiles of 64 take longer.
 // Of bf16 16 experts x 1536 take 147 / 149 for a mean of 16, 155 / 153 for 32, 196 / 168 for 64 and
 // 302 / 208 for 128. With 192 columns a down product has two stages, and the others stay faster.
 inline int choose_wide_rows(const Problem& p, int num_sms) {
   constexpr int kMostOfOthers = 32;  // rows of a tile, of fp8
   constexpr double kLeastOfBf16 = 45;
   constexpr int kLeastColumns = 256;
-  constexpr int kTaskColumns = 64;
+  constexpr int kTaskColumns = kWideWeightRows / 2;  // beside as many rows of up
   const double mean = mean_rows(p);
   const bool is_bf16 = p.format == Format::kBf16;
   const bool is_many = is_bf16 ? mean >= kLeastOfBf16 : choose_tile_rows(p) > kMostOfOthers;
@@ -85,22 +86,21 @@ inline int choose_wide_rows(const Problem& p, int num_sms) {
   if (!can_be_wide(p) || p.inter < kLeastColumns || !is_many || tasks < num_sms) return 0;
   if (is_bf16) return wide_bf16_rows(mean);
   const double spare = 128 - 1 - mean;
-  return spare > 0 && spare * spare >= 4 * mean ? 128 : 192;
+  return spare > 0 && spare * spare >= 4 * mean ? 128 : kWideMostRows;
 }
 
 inline Config choose(const Problem& p, int num_sms) {
-  constexpr int kTileColumns = 32;
+  constexpr int kTaskColumns = kWeightRows / 2;
   const int wide_rows = choose_wide_rows(p, num_sms);
   if (wide_rows > 0) return wide_config(wide_rows);
   Config config{.tile_rows = choose_tile_rows(p), .gate_up_pieces = 1};
   const int sharing = sharing_experts(p);
   const int64_t own_pairs = (num_pairs(p) * p.experts + sharing - 1) / sharing;
   const int64_t busy_experts = std::min<int64_t>(own_pairs, p.experts);
-  const int64_t tiles = busy_experts * blocks_of(p.inter, kTileColumns);
-  constexpr int kPieceBytes = 128;
+  const int64_t tasks = busy_experts * blocks_of(p.inter, kTaskColumns);
   const bool has_pieces = config.tile_rows == 8 && p.format != Format::kBlock &&
-                          p.hidden * value_bytes(p.format) % kPieceBytes == 0;
-  if (has_pieces && tiles < num_sms) config.gate_up_pieces = 4;
+                          p.hidden * value_bytes(p.format) % kStageRow == 0;
+  if (has_pieces && tasks < num_sms) config.gate_up_pieces = 4;
   return config;
 }
 

@@ -14,13 +14,13 @@
 
 namespace jax_hpc::fused_moe {
 
-constexpr unsigned kWholeWarp = ~0u;
 constexpr int kWords = kMostExperts / 2;  // two counts of 16 bits each
 constexpr int kScanWarps = kWords / kWarpSize;
 static_assert(kPairsOfOne < 1 << 16 && kPairsOfSegment < 1 << 16);
+static_assert(kMostExperts <= 1 << kExpertBits);
 
 // Of a tile, no power of two.
-constexpr int kMostUnevenRows = 192;
+constexpr int kMostUnevenRows = kMostTileRows - 1;
 
 // What the kernels of the index need to know, as the host works it out.
 struct Plan {
@@ -62,13 +62,6 @@ static_assert((kMostPairs + kMostUnevenRows) * kMostUnevenRows <= int64_t{1} << 
 
 __device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x) / kWarpSize; }
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kWarpSize; }
-
-// Index of an id among this call's experts, -1 where it is not one of them. The difference is one
-// of unsigned integers: no garbage wraps around into the range.
-__device__ __forceinline__ int local_expert(const Plan& plan, int id, int offset) {
-  const uint32_t local = static_cast<uint32_t>(id) - static_cast<uint32_t>(offset);
-  return id >= offset && local < static_cast<uint32_t>(plan.experts) ? static_cast<int>(local) : -1;
-}
 
 // By the CTAs that index.
 __device__ __forceinline__ void clear_arrivals(const Plan& plan, const Workspace& to) {
@@ -113,24 +106,14 @@ __device__ __forceinline__ void write_header(const Workspace& to, Span all) {
 // No more pairs than one warp has lanes, each of which sorts one.
 __device__ __forceinline__ void index_few(const Plan& plan, const Arrays& a) {
   const int lane = lane_index();
-  const int id = lane < plan.pairs ? a.topk_ids[lane] : 0;
-  const int offset = *a.expert_offset;
-  const int expert = lane < plan.pairs ? local_expert(plan, id, offset) : -1;
-  const unsigned here = __ballot_sync(kWholeWarp, expert >= 0);
-  Order order = order_lanes(static_cast<uint32_t>(max(expert, 0)));
-  order.smaller &= here;
-  order.same &= here;
-  const unsigned before = order.smaller | (order.same & ((1u << lane) - 1));
-  const int row = __popc(before);
-  const int rank = row - __popc(order.smaller);
-  const bool starts_tile = expert >= 0 && plan.tiles_of(rank) * plan.tile_rows == rank;
-  const unsigned starts = __ballot_sync(kWholeWarp, starts_tile);
-  if (starts_tile) {
-    reinterpret_cast<int4*>(a.workspace.tiles)[__popc(before & starts)] =
-        int4{expert, row, min(plan.tile_rows, __popc(order.same) - rank), 0};
+  const FewOrder few =
+      order_few(plan.pairs, plan.experts, plan.tile_rows, a.topk_ids, a.expert_offset, lane);
+  if (few.tile >= 0) {
+    reinterpret_cast<int4*>(a.workspace.tiles)[few.tile] =
+        int4{few.expert, few.row, few.tile_rows, 0};
   }
-  if (lane < plan.pairs) write_pair(plan, a.workspace, lane, expert, row);
-  if (lane == 0) write_header(a.workspace, {__popc(here), __popc(starts)});
+  if (lane < plan.pairs) write_pair(plan, a.workspace, lane, few.expert, few.row);
+  if (lane == 0) write_header(a.workspace, {few.num_rows, few.num_tiles});
 }
 
 template <int kWarps>
@@ -181,7 +164,7 @@ __device__ __forceinline__ void read_experts(const Plan& plan, const Arrays& a,
     ranks.expert[round] = -1;
     if (round >= segment.rounds) break;
     if (segment.pair(round) < segment.end) {
-      ranks.expert[round] = local_expert(plan, ids[round], offset);
+      ranks.expert[round] = local_expert(plan.experts, ids[round], offset);
     }
   }
 }

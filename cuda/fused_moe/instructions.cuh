@@ -6,12 +6,12 @@
 #include <cstdint>
 
 #include "common/ptx.cuh"
+#include "fused_moe/cache_policy.h"
 #include "fused_moe/config.h"
 
 namespace jax_hpc::fused_moe {
 
-// Weights are read once: their lines leave the L2 cache before others do.
-constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+// Weights, which are read once.
 
 __device__ __forceinline__ void copy_weights(SharedAddress to, const CUtensorMap* map,
                                              SharedAddress barrier, int x, int y, int z) {

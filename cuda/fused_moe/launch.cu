@@ -58,17 +58,11 @@ cudaError_t launch_prepare_as(const Problem& p, const Config& config, const Arra
   return launch_kernel(is_small ? kSmall : kLarge, shape, stream, p, Plan(p, config, threads), a);
 }
 
-bool is_supported(const Problem& p, const Config& config) {
-  const int64_t groups = int64_t{p.tokens} * blocks_of(p.hidden, kBlock);
-  return p.experts <= kMostExperts && p.top_k <= kMostTopK && num_pairs(p) <= kMostPairs &&
-         groups <= kMostGroups && config.tile_rows <= kMostTileRows;
-}
-
 }  // namespace
 
 cudaError_t launch_prepare(const Problem& problem, const Config& config, const Arrays& arrays,
                            bool overlaps, cudaStream_t stream) {
-  if (!is_supported(problem, config)) return cudaErrorInvalidValue;
+  if (!is_supported(problem) || config.tile_rows > kMostTileRows) return cudaErrorInvalidValue;
   switch (problem.format) {
     case Format::kTensor:
       return launch_prepare_as<Format::kTensor>(problem, config, arrays, overlaps, stream);

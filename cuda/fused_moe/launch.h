@@ -14,6 +14,20 @@ constexpr int kMostTopK = 128;
 constexpr int64_t kMostPairs = int64_t{1} << 24;
 constexpr int kMostTileRows = 256;
 constexpr int64_t kMostGroups = int64_t{1} << 30;  // of 128 columns, in all tokens together
+constexpr int kAligned = 16;                       // values of which rows are multiples
+
+// Whether it is within these limits and what Problem says. Of no other are the sizes below defined.
+constexpr bool is_supported(const Problem& p) {
+  if (p.tokens < 1 || p.top_k < 1 || p.experts < 1 || p.hidden < 1 || p.inter < 1) return false;
+  if (p.hidden % kAligned != 0 || p.inter % kAligned != 0) return false;
+  if (p.format == Format::kBlock && p.block_rows != kBlock && p.block_rows != kBlock / 2) {
+    return false;
+  }
+  const int64_t groups = int64_t{p.tokens} * blocks_of(p.hidden, kBlock);
+  return p.experts <= kMostExperts && p.top_k <= kMostTopK && num_pairs(p) <= kMostPairs &&
+         groups <= kMostGroups;
+}
+
 // Pairs that one CTA sorts. More are sorted by many CTAs, each those of a segment of the tokens,
 // and so are those of the wide products. They count first, in a launch of their own.
 constexpr int kPairsOfOne = 2048;
@@ -80,8 +94,8 @@ constexpr bool quantizes_x(Format format, bool x_is_fp8) {
 // Kernels that a call launches, one after the other.
 constexpr int num_launches(const Problem& p, const Config& c) { return has_segments(p, c) ? 5 : 4; }
 
-// cudaErrorInvalidValue for a problem beyond the limits above. `overlaps`:
-// each kernel may start while the one before it ends. The results do not depend on it.
+// cudaErrorInvalidValue for a problem that is not supported. `overlaps`: each kernel may start
+// while the one before it ends. The results do not depend on it.
 cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,
                    bool overlaps, int num_sms, cudaStream_t stream);
 

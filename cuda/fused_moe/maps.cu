@@ -1,18 +1,15 @@
 #include "fused_moe/maps.h"
 
 #include "common/tensor_map.h"
+#include "fused_moe/stage.h"
 #include "fused_moe/wide_shape.h"
 
 namespace jax_hpc::fused_moe {
 namespace {
 
-constexpr uint64_t kRowBytes = 128;  // of a stage, or a box
-constexpr uint32_t kGroupRows = 8;
-constexpr uint32_t kWarpgroupRows = 64;
-
 // Of weights, of a CTA.
 uint32_t weight_rows(const Problem& p, const Config& config) {
-  return static_cast<uint32_t>(warpgroups_of(p.format, config.tile_rows)) * kWarpgroupRows;
+  return static_cast<uint32_t>(warpgroups_of(p.format, config.tile_rows) * kWeightRows);
 }
 
 // Bytes of a row of `values` weights or activations.
@@ -49,10 +46,6 @@ cudaError_t encode(const void* array, const Dimension (&dimensions)[Rank], CUten
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-}  // namespace
-
-namespace {
-
 // A box is eight gate rows, the eight up rows that belong to them, and so on: of one piece four
 // times for each warpgroup, of four pieces of the hidden axis once each.
 cudaError_t encode_gate_up(const Problem& p, uint32_t rows_of_cta, int pieces_of_hidden,
@@ -64,19 +57,19 @@ cudaError_t encode_gate_up(const Problem& p, uint32_t rows_of_cta, int pieces_of
   const Dimension expert{experts, 1, 2 * inter * hidden};
   if (pieces_of_hidden == 1) {
     const Dimension dimensions[] = {
-        {hidden, kRowBytes, 1},
+        {hidden, kStageRow, 1},
         {kGroupRows, kGroupRows, hidden},
         gate_or_up,
         {inter / kGroupRows, rows_of_cta / (2 * kGroupRows), kGroupRows * hidden},
         expert};
     return encode(gate_up, dimensions, map);
   }
-  if (hidden % kRowBytes != 0) return cudaErrorInvalidValue;
+  if (hidden % kStageRow != 0) return cudaErrorInvalidValue;
   const auto pieces = static_cast<uint32_t>(pieces_of_hidden);
-  const Dimension dimensions[] = {{kRowBytes, kRowBytes, 1},
+  const Dimension dimensions[] = {{kStageRow, kStageRow, 1},
                                   {inter, kGroupRows, hidden},
                                   gate_or_up,
-                                  {hidden / kRowBytes, pieces, kRowBytes},
+                                  {hidden / kStageRow, pieces, kStageRow},
                                   expert};
   return encode(gate_up, dimensions, map);
 }
@@ -92,7 +85,7 @@ cudaError_t make_down_map(const Problem& p, const Config& config, const void* do
                           CUtensorMap* map) {
   const auto hidden = static_cast<uint64_t>(p.hidden);
   const uint64_t inter = bytes_of(p, p.inter);
-  const Dimension dimensions[] = {{inter, kRowBytes, 1},
+  const Dimension dimensions[] = {{inter, kStageRow, 1},
                                   {hidden, weight_rows(p, config), inter},
                                   {static_cast<uint64_t>(p.experts), 1, hidden * inter}};
   return encode(down, dimensions, map);
@@ -100,30 +93,27 @@ cudaError_t make_down_map(const Problem& p, const Config& config, const void* do
 
 cudaError_t make_act_map(const Problem& p, const void* act, CUtensorMap* map) {
   const uint64_t inter = bytes_of(p, p.inter);
-  const Dimension dimensions[] = {{inter, kRowBytes, 1},
+  const Dimension dimensions[] = {{inter, kStageRow, 1},
                                   {static_cast<uint64_t>(num_pairs(p)), kGroupRows, inter}};
   return encode(act, dimensions, map);
 }
 
 cudaError_t make_down_pairs_map(const Problem& p, const void* down, CUtensorMap* map) {
-  constexpr uint32_t kPairs = 64;
-  constexpr uint64_t kRowsOfPair = 3;
+  constexpr int kRowsOfPair = 2 * kPairColumns / kStageRow;
   const auto hidden = static_cast<uint64_t>(p.hidden);
   const auto inter = static_cast<uint64_t>(p.inter);
-  const Dimension dimensions[] = {{kRowBytes, kRowBytes, 1},
+  const Dimension dimensions[] = {{kStageRow, kStageRow, 1},
                                   {hidden / 2, kPairs, 2 * inter},
-                                  {kRowsOfPair, kRowsOfPair, kRowBytes},
+                                  {kRowsOfPair, kRowsOfPair, kStageRow},
                                   {static_cast<uint64_t>(p.experts), 1, hidden * inter}};
   return encode(down, dimensions, map);
 }
 
 cudaError_t make_act_pieces_map(const Problem& p, const void* act, CUtensorMap* map) {
-  constexpr uint64_t kPieceValues = 64;
-  constexpr uint64_t kPieces = 3;
   const Dimension dimensions[] = {
-      {kPieceValues, kPieceValues, 1},
+      {kPieceColumns, kPieceColumns, 1},
       {static_cast<uint64_t>(num_pairs(p)), kGroupRows, static_cast<uint64_t>(p.inter)},
-      {kPieces, kPieces, kPieceValues}};
+      {kPieces, kPieces, kPieceColumns}};
   return encode(act, dimensions, map, CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
@@ -132,11 +122,11 @@ cudaError_t make_wide_gate_up_map(const Problem& p, const void* gate_up, CUtenso
 }
 
 cudaError_t make_wide_down_map(const Problem& p, const void* down, CUtensorMap* map) {
-  constexpr uint64_t kSlabRows = 2 * kGroupRows;
+  constexpr int kSlabRows = 2 * kGroupRows;
   const auto hidden = static_cast<uint64_t>(p.hidden);
   const uint64_t inter = bytes_of(p, p.inter);
   const Dimension dimensions[] = {
-      {inter, kRowBytes, 1},
+      {inter, kStageRow, 1},
       {kGroupRows, kGroupRows, inter},
       {2, 2, kGroupRows * inter},
       {hidden / kSlabRows, kWideWeightRows / kSlabRows, kSlabRows * inter},
@@ -146,7 +136,7 @@ cudaError_t make_wide_down_map(const Problem& p, const void* down, CUtensorMap* 
 
 cudaError_t make_sorted_map(const Problem& p, int columns, const void* rows, CUtensorMap* map) {
   const uint64_t stride = bytes_of(p, columns);
-  const Dimension dimensions[] = {{stride, kRowBytes, 1},
+  const Dimension dimensions[] = {{stride, kStageRow, 1},
                                   {static_cast<uint64_t>(num_pairs(p)), kWideBoxRows, stride}};
   return encode(rows, dimensions, map);
 }

@@ -75,7 +75,7 @@ __global__ __launch_bounds__(kCountThreads) void count_kernel(const __grid_const
   const int end = min(begin + plan.pairs_of_cta, plan.pairs);
   const int offset = *a.expert_offset;
   for (int pair = begin + thread; pair < end; pair += kCountThreads) {
-    const int expert = local_expert(plan, a.topk_ids[pair], offset);
+    const int expert = local_expert(plan.experts, a.topk_ids[pair], offset);
     if (expert >= 0) atomicAdd(&counts[expert / 2], expert % 2 == 0 ? 1u : 1u << 16);
   }
   __syncthreads();

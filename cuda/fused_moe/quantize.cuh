@@ -12,7 +12,6 @@ namespace jax_hpc::fused_moe {
 
 constexpr int kLaneValues = 16;  // 32 bytes of bf16, 16 of e4m3
 constexpr int kGroupLanes = kBlock / kLaneValues;
-constexpr unsigned kAllLanes = ~0u;
 
 __device__ __forceinline__ void unpack_bf16(uint32_t pair, float* values) {
   values[0] = __uint_as_float(pair << 16);
@@ -32,7 +31,7 @@ __device__ __forceinline__ float largest_of_group(const float (&values)[kLaneVal
   for (int i = 2; i < kLaneValues; ++i) most = larger_magnitude(most, values[i]);
 #pragma unroll
   for (int step = kGroupLanes / 2; step > 0; step /= 2) {
-    most = larger_magnitude(most, __shfl_xor_sync(kAllLanes, most, step));
+    most = larger_magnitude(most, __shfl_xor_sync(kWholeWarp, most, step));
   }
   return most;
 }

@@ -22,26 +22,20 @@ constexpr int kWideRowWarp = kWideWeightWarp + 1;
 constexpr int kWideConsumerRegisters = 232;
 constexpr int kWideProducerRegisters = 40;
 
-// Barriers of a warpgroup's threads.
-constexpr int kGroupBarrier = 1;  // and the next, of one warpgroup
+constexpr int kGroupBarrier = 1;  // of the first warpgroup's threads; the next is the second's
 
 struct WideMemory {
   SharedAddress start;
   const WideLayout& layout;
 
   __device__ __forceinline__ WideMemory(const uint8_t* dynamic, const WideLayout& given)
-      : layout(given) {
-    constexpr uint32_t kAlignment = kGroupBytes;
-    const SharedAddress address = shared_address(dynamic);
-    const uint32_t aligned = (address + kAlignment - 1) / kAlignment * kAlignment;
-    start = __shfl_sync(~0u, aligned, 0);
-  }
+      : start(stages_start(dynamic)), layout(given) {}
 
   __device__ __forceinline__ SharedAddress weights(int stage) const {
     return start + stage * layout.stage_bytes;
   }
   __device__ __forceinline__ SharedAddress rows(int stage) const {
-    return weights(stage) + kWideWeightRows * kStageValues;
+    return weights(stage) + kWideWeightRows * kStageRow;
   }
   __device__ __forceinline__ SharedAddress scales(int stage) const {
     return start + layout.scales_at + stage * layout.scale_bytes;
@@ -51,7 +45,7 @@ struct WideMemory {
     return start + layout.control_at + stage * 16;
   }
   __device__ __forceinline__ SharedAddress empty(int stage) const { return full(stage) + 8; }
-  // Of what CTAs of a cluster tell each other.
+  // Of what the CTAs of a cluster tell each other (wide_rows_gate_up.cuh).
   __device__ __forceinline__ SharedAddress exchange() const {
     return start + layout.control_at + kWideBarrierBytes;
   }
@@ -83,6 +77,11 @@ struct WidePlace {
   }
 };
 
+// The thread's warp, by way of a shuffle: of all its threads the same, as the compiler knows then.
+__device__ __forceinline__ int uniform_warp() {
+  return __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);
+}
+
 // A CTA's tasks.
 __device__ __forceinline__ TaskWalk wide_walk(const Index& index, int parts) {
   return {index, nullptr, parts, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
@@ -104,8 +103,8 @@ __device__ __forceinline__ void copy_wide_weights(const WideMemory& memory, Task
     for (int turn = 0; turn < turns; ++turn, place.advance(memory.layout.stages)) {
       wait(memory.empty(place.stage), place.parity ^ 1);
       const SharedAddress full = memory.full(place.stage);
-      arrive_expecting(full, kWideWeightRows * kStageValues);
-      copy_wide_weights(memory.weights(place.stage), map, full, turn * kStageValues, part * groups,
+      arrive_expecting(full, kWideWeightRows * kStageRow);
+      copy_wide_weights(memory.weights(place.stage), map, full, turn * kStageRow, part * groups,
                         tile.expert, policy);
     }
   }
@@ -114,7 +113,7 @@ __device__ __forceinline__ void copy_wide_weights(const WideMemory& memory, Task
 // By one thread: a tile's rows. What lies behind its last row is nobody's business.
 __device__ __forceinline__ void copy_wide_rows(const WideMemory& memory, TaskWalk walk, int turns,
                                                const CUtensorMap* map) {
-  constexpr int kBoxBytes = kWideBoxRows * kStageValues;
+  constexpr int kBoxBytes = kWideBoxRows * kStageRow;
   WidePlace place;
   Tile tile;
   int part;
@@ -126,7 +125,7 @@ __device__ __forceinline__ void copy_wide_rows(const WideMemory& memory, TaskWal
       const SharedAddress full = memory.full(place.stage);
       arrive_expecting(full, static_cast<uint32_t>(boxes * kBoxBytes));
       for (int i = 0; i < boxes; ++i) {
-        copy_tile(memory.rows(place.stage) + i * kBoxBytes, map, full, turn * kStageValues,
+        copy_tile(memory.rows(place.stage) + i * kBoxBytes, map, full, turn * kStageRow,
                   tile.first_row + i * kWideBoxRows);
       }
     }

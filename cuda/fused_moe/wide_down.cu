@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "fused_moe/cache_policy.h"
 #include "fused_moe/gemm.h"
 #include "fused_moe/launch_kernel.h"
 #include "fused_moe/maps.h"

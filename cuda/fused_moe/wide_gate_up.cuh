@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
                         const __grid_constant__ CUtensorMap weight_map,
                         const __grid_constant__ CUtensorMap row_map) {
   extern __shared__ uint8_t wide_gate_up_memory[];
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
+  const int warp = uniform_warp();
   const WideMemory memory(wide_gate_up_memory, a.layout);
   if (threadIdx.x == 0) memory.init(2, kWideConsumerWarps);
   __syncthreads();

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/launch.h"
 #include "common/ptx.cuh"
 
 namespace jax_hpc::fused_moe {
@@ -29,8 +30,8 @@ __device__ __forceinline__ void cluster_arrive() {
 // q becomes byte q of lane i.
 __device__ __forceinline__ uint32_t turn_over_bytes(uint32_t own, int lane) {
   const uint32_t pairs =
-      __byte_perm(own, __shfl_xor_sync(~0u, own, 4), lane % 2 == 0 ? 0x6240 : 0x3715);
-  return __byte_perm(pairs, __shfl_xor_sync(~0u, pairs, 8), lane < 2 ? 0x5410 : 0x3276);
+      __byte_perm(own, __shfl_xor_sync(kWholeWarp, own, 4), lane % 2 == 0 ? 0x6240 : 0x3715);
+  return __byte_perm(pairs, __shfl_xor_sync(kWholeWarp, pairs, 8), lane < 2 ? 0x5410 : 0x3276);
 }
 
 __device__ __forceinline__ void store_shared_half(SharedAddress to, uint32_t value) {

@@ -72,7 +72,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1)
                          const __grid_constant__ CUtensorMap weight_map,
                          const __grid_constant__ CUtensorMap row_map) {
   extern __shared__ uint8_t wide_row_down_memory[];
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
+  const int warp = uniform_warp();
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const WideMemory memory(wide_row_down_memory, a.layout);
   if (threadIdx.x == 0) memory.init(2 + kScaleArrivals, kRowConsumerWarps);

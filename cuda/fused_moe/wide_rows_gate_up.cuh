@@ -61,7 +61,7 @@ struct RowGateUpTask {
       }
 #pragma unroll
       for (int bit = 1; bit < 4; bit *= 2) {
-        most[i] = larger_magnitude(most[i], __shfl_xor_sync(~0u, most[i], bit));
+        most[i] = larger_magnitude(most[i], __shfl_xor_sync(kWholeWarp, most[i], bit));
       }
     }
     exchange(most);
@@ -166,7 +166,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1)
                             const __grid_constant__ CUtensorMap weight_map,
                             const __grid_constant__ CUtensorMap row_map) {
   extern __shared__ uint8_t wide_row_gate_up_memory[];
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
+  const int warp = uniform_warp();
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const WideMemory memory(wide_row_gate_up_memory, a.layout);
   if (threadIdx.x == 0) {

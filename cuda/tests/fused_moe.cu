@@ -226,6 +226,21 @@ std::vector<int> tile_boundaries(Problem p, int most) {
   return boundaries;
 }
 
+// What no kernel takes, and the handler refuses before it divides by a size.
+static_assert(is_supported({1, 1, 1, 16, 16, Format::kBf16, 0}));
+static_assert(is_supported({1 << 17, 128, 512, 8192, 8192, Format::kBlock, 64}));
+static_assert(!is_supported({0, 1, 1, 16, 16, Format::kBf16, 0}));
+static_assert(!is_supported({1, 0, 1, 16, 16, Format::kBf16, 0}));
+static_assert(!is_supported({1, 1, 0, 16, 16, Format::kBf16, 0}));
+static_assert(!is_supported({1, 1, 1, 0, 16, Format::kBf16, 0}));
+static_assert(!is_supported({1, 1, 1, 24, 16, Format::kBf16, 0}));
+static_assert(!is_supported({1, 1, 1, 16, 8, Format::kBf16, 0}));
+static_assert(!is_supported({1, 1, 1, 16, 16, Format::kBlock, 32}));
+static_assert(!is_supported({1, 129, 1, 16, 16, Format::kBf16, 0}));
+static_assert(!is_supported({1, 1, 513, 16, 16, Format::kBf16, 0}));
+static_assert(!is_supported({1 << 18, 128, 1, 16, 16, Format::kBf16, 0}));
+static_assert(!is_supported({1 << 24, 1, 1, 8208, 16, Format::kBf16, 0}));
+
 enum class Extent { kAll, kSmall, kRaces };
 
 std::vector<Setup> all_setups(Extent extent) {
@@ -268,13 +283,17 @@ std::vector<Setup> all_setups(Extent extent) {
       add({97, 2, 5, 4096, 320, format, rows}, routing);  // many stages
     }
     add({1100, 2, 34, 144, 256, format, rows}, Routing::kUniform);  // enough for the wide products
+    // One expert, whose pairs lanes of a warp sort, one CTA, or several.
+    for (const int tokens : {1, 60, 3000}) {
+      add({tokens, 1, 1, 144, 272, format, rows}, Routing::kUniform);
+    }
     // Index by one CTA of many warps, and by several CTAs.
     add({1024, 8, 40, 16, 16, format, rows}, Routing::kGarbage);
     add({1025, 8, 40, 32, 16, format, rows}, Routing::kSkewed);
     add({4000, 6, 512, 16, 16, format, rows}, Routing::kGarbage);
   }
   const size_t others = setups.size();
-  // The wide products, which most of these are too small to be given, in tiles of both heights.
+  // The wide products, which most of these are too small to be given, in tiles of two heights.
   constexpr int kLow = 128;
   for (size_t i = 0; i < others; ++i) {
     Setup setup = setups[i];

@@ -17,6 +17,7 @@ from jax_hpc.ops.fused_moe import (
     Fp8TensorExperts,
     fused_moe,
     heuristics,
+    primitive,
 )
 from jax_hpc.types import FallbackWarning
 
@@ -216,6 +217,18 @@ def test_sizes_are_those_of_the_kernels() -> None:
     constants = dict(re.findall(r"constexpr int (k\w+) = (\d+);", header.read_text()))
     assert int(constants["kSegments"]) == heuristics._SEGMENTS
     assert int(constants["kPairsOfSegment"]) == heuristics._PAIRS_OF_SEGMENT
+
+
+def test_limits_are_those_of_the_kernels() -> None:
+    """The handler refuses more; here, that such a call never reaches it."""
+    header = (Path(__file__).parents[2] / "cuda/fused_moe/launch.h").read_text()
+    constants = dict(re.findall(r"constexpr int (k\w+) = (\d+);", header))
+    powers = dict(re.findall(r"constexpr int64_t (k\w+) = int64_t\{1\} << (\d+);", header))
+    assert int(constants["kMostExperts"]) == primitive._MOST_EXPERTS
+    assert int(constants["kMostTopK"]) == primitive._MOST_TOP_K
+    assert int(constants["kAligned"]) == primitive._ALIGNED
+    assert 2 ** int(powers["kMostPairs"]) == primitive._MOST_PAIRS
+    assert 2 ** int(powers["kMostGroups"]) == primitive._MOST_GROUPS
 
 
 @pytest.mark.parametrize("hidden", [16, 112, 128, 144, 4096])

@@ -97,3 +97,19 @@ def test_blockwise_refuses_other_blocks() -> None:
     experts = DenseExperts(jnp.zeros((1, 2, 16, 8)), jnp.zeros((1, 8, 16)))
     with pytest.raises(ValueError, match="argument 'block_rows' must be one of 128, 64, got 32"):
         quantize_experts_blockwise(experts, block_rows=32)
+
+
+@pytest.mark.parametrize(
+    ("scale", "error", "words"),
+    [
+        (0.0, ValueError, "must be finite and > 0, got 0.0"),
+        (float("nan"), ValueError, "must be finite and > 0, got nan"),
+        (jnp.ones(()), TypeError, "must be a Python number .*, got an array"),
+    ],
+)
+@pytest.mark.parametrize("argument", ["input_scale", "act_scale"])
+def test_per_tensor_refuses_a_scale(argument: str, scale, error, words: str) -> None:
+    experts = DenseExperts(jnp.zeros((1, 2, 16, 8)), jnp.zeros((1, 8, 16)))
+    scales = {"input_scale": 1.0, "act_scale": 1.0, argument: scale}
+    with pytest.raises(error, match=f"argument '{argument}' {words}"):
+        quantize_experts_per_tensor(experts, **scales)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hpc._checks import Dims, check, check_choice, check_dtype
+from jax_hpc._checks import Dims, check, check_choice, check_dtype, check_scale, static_int
 from jax_hpc.fp8 import BLOCK, E4M3
 from jax_hpc.ops.fused_moe.primitive import OPERATOR
 from jax_hpc.ops.fused_moe.signature import Operands, Params, output_dtype
@@ -21,6 +21,7 @@ from jax_hpc.ops.fused_moe.weights import (
 from jax_hpc.types import Implementation
 
 _OPERATOR = "fused_moe"
+_MOST_INT32 = 2**31 - 1
 
 
 def fused_moe(
@@ -57,8 +58,8 @@ def fused_moe(
       topk_weights: ``[T, K]`` float32.
       experts: :class:`DenseExperts` of x's dtype, :class:`Fp8TensorExperts` or
         :class:`Fp8BlockExperts`. I must be a multiple of 16.
-      x_scale: x is fp8 already and this is its scale, float32: ``[]`` for per-tensor experts,
-        ``[T, ceil(H / 128)]`` for block experts.
+      x_scale: x is fp8 already and this is its scale, float32: ``[]`` or a positive number for
+        per-tensor experts, ``[T, ceil(H / 128)]`` for block experts.
       expert_offset: first expert id of ``experts``, int or int32 ``[]`` (may be traced).
       num_experts: experts of all ranks, among which the tokens choose; E by default. A hint of
         how many rows an expert gets, by which the work is cut: results differ by roundings.
@@ -72,7 +73,7 @@ def fused_moe(
 
     Raises:
       ValueError: shapes or values do not fit.
-      TypeError: a dtype or the type of experts is not supported.
+      TypeError: a dtype or the type of experts is not supported, or num_experts is no Python int.
       NotImplementedError: ``implementation="cuda"`` and no kernel takes the case.
     """
     dims = Dims(_OPERATOR)
@@ -92,8 +93,9 @@ def fused_moe(
         dims.match("identity_weight", identity_weight, "T")
         check_dtype(_OPERATOR, "identity_weight", identity_weight, (jnp.float32,))
     if num_experts is not None:
-        fits = isinstance(num_experts, int) and num_experts >= dims["E"]
-        expected = f"an int of at least E = {dims['E']}"
+        num_experts = static_int(_OPERATOR, "num_experts", num_experts)
+        fits = dims["E"] <= num_experts <= _MOST_INT32
+        expected = f"E = {dims['E']} to {_MOST_INT32}"
         check(fits, _OPERATOR, "num_experts", expected=expected, got=num_experts)
     operands = Operands(
         x=x,
@@ -175,15 +177,18 @@ def _check_x(
     if isinstance(experts, Fp8BlockExperts):
         _check_scale(dims, "x_scale", cast(jax.Array, x_scale), "T blocks(H)")
         return experts, cast(jax.Array, x_scale)
-    scale = jnp.asarray(x_scale, jnp.float32) if isinstance(x_scale, int | float) else x_scale
-    _check_scale(dims, "x_scale", scale, "")
-    return dataclasses.replace(cast(Fp8TensorExperts, experts), input_scale=scale), None
+    if isinstance(x_scale, int | float):
+        check_scale(_OPERATOR, "x_scale", x_scale)
+        x_scale = jnp.asarray(x_scale, jnp.float32)
+    _check_scale(dims, "x_scale", x_scale, "")
+    return dataclasses.replace(cast(Fp8TensorExperts, experts), input_scale=x_scale), None
 
 
 def _offset(expert_offset: jax.Array | int) -> jax.Array:
     if isinstance(expert_offset, int | np.integer):
-        inside = 0 <= expert_offset < 2**31
-        check(inside, _OPERATOR, "expert_offset", expected="0 or more", got=expert_offset)
+        inside = 0 <= expert_offset <= _MOST_INT32
+        expected = f"0 to {_MOST_INT32}"
+        check(inside, _OPERATOR, "expert_offset", expected=expected, got=expert_offset)
         return jnp.asarray(expert_offset, jnp.int32)
     Dims(_OPERATOR).match("expert_offset", expert_offset, "")
     check_dtype(_OPERATOR, "expert_offset", expert_offset, (jnp.int32,))

@@ -56,7 +56,8 @@ def outputs_width(hidden: int, inter: int, *, is_block: bool, is_bf16: bool) -> 
     """Values of bf16 that a row has where experts' outputs lie, as num_outputs of the same file.
 
     Outputs are bf16, or float32 of bf16 experts. Before them the place holds, of block experts,
-    the intermediate in float32, or for the wide products x in e4m3 with its scales, which is less.
+    the intermediate in float32, or for the wide products x, in e4m3 with its scales or in bf16,
+    which is less.
     """
     if is_bf16:
         return 2 * hidden

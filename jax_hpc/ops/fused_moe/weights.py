@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_hpc import fp8
-from jax_hpc._checks import Dims, check_choice, check_dtype
+from jax_hpc._checks import Dims, check_choice, check_dtype, check_scale, static_number
 
 BLOCK_ROWS = (128, 64)
 """Rows of I that share one scale of a block-quantised weight."""
@@ -125,10 +125,13 @@ def quantize_experts_per_tensor(
         their largest magnitude / 448. Larger values saturate.
 
     Raises:
-      ValueError: shapes do not fit.
-      TypeError: the weights are neither bf16 nor float32.
+      ValueError: shapes do not fit, or a scale is not finite and positive.
+      TypeError: the weights are neither bf16 nor float32, or a scale is not a Python number.
     """
-    _check_dense("quantize_experts_per_tensor", experts)
+    operator = "quantize_experts_per_tensor"
+    _check_dense(operator, experts)
+    for argument, scale in (("input_scale", input_scale), ("act_scale", act_scale)):
+        check_scale(operator, argument, static_number(operator, argument, scale))
     gate_up, halves = quantize_matrices(experts.gate_up)
     down, down_scale = quantize_matrices(experts.down)
     return Fp8TensorExperts(

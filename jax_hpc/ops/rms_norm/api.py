@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jax_hpc._checks import Dims, check, check_dtype, static_number
+from jax_hpc._checks import Dims, check, check_dtype, check_scale, static_number
 from jax_hpc.ops.rms_norm.primitive import OPERATOR
 from jax_hpc.ops.rms_norm.signature import NormOut, Operands, Params
 from jax_hpc.types import Implementation
@@ -60,8 +60,7 @@ def rms_norm(
         check_dtype(_OPERATOR, "residual", residual, (x.dtype,))
     scale = out_scale
     if isinstance(scale, int | float):
-        is_scale = math.isfinite(scale) and scale > 0
-        check(is_scale, _OPERATOR, "out_scale", expected="finite and > 0", got=scale)
+        check_scale(_OPERATOR, "out_scale", scale)
         scale = jnp.float32(scale)
     if scale is not None:
         dims.match("out_scale", scale, "")
