@@ -6,7 +6,6 @@
 namespace jax_hpc {
 
 constexpr int kWarpSize = 32;
-constexpr unsigned kWholeWarp = ~0u;  // all lanes, as the mask of a shuffle or a vote
 constexpr int kWarpgroup = 128;
 constexpr int kPortableCluster = 8;
 

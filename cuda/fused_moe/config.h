@@ -8,6 +8,8 @@
 
 namespace jax_hpc::fused_moe {
 
+constexpr unsigned kWholeWarp = ~0u;  // all lanes, as the mask of a shuffle or a vote
+
 // Values that share a scale of an activation, and columns that share one of a block-scaled weight.
 constexpr int kBlock = 128;
 

@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "common/launch.h"
 #include "common/ptx.cuh"
+#include "fused_moe/config.h"
 
 namespace jax_hpc::fused_moe {
 

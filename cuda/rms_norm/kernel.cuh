@@ -10,6 +10,8 @@
 
 namespace jax_hpc::rms_norm {
 
+constexpr unsigned kWholeWarp = 0xffffffffu;
+
 // Adds up the groups of a warp, then those of the CTA; every thread gets the sum.
 template <int kGroups>
 __device__ __forceinline__ float sum_of_row(float (&sums)[kGroups]) {

@@ -7,6 +7,8 @@
 
 namespace jax_hpc::route_topk {
 
+constexpr unsigned kWholeWarp = 0xffffffffu;
+
 // The same order of additions in every lane and every run.
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
