@@ -92,6 +92,18 @@ def test_config_refusals(change: dict[str, Any], words: str) -> None:
         Hy3Config.from_hf(HUB | change)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        (["dense"], "Hy3Config: argument 'sparse_layers' must be 80 values, got 1"),
+        (["dense", "wide"], "'mlp_layer_types' must be one of 'dense', 'sparse', got 'wide'"),
+    ],
+)
+def test_kinds_of_layers_that_do_not_fit(kinds: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Hy3Config.from_hf(HUB | {"mlp_layer_types": kinds})
+
+
 def test_router_and_head_keep_a_float32_checkpoint(tmp_path: Path) -> None:
     """In a bf16 model; published checkpoints store both in bf16, which one part holds exactly."""
     tensors = recipes.make_tensors(RECIPE)
@@ -243,8 +255,9 @@ def test_misfit_is_named(tmp_path: Path, apply: Any, words: str) -> None:
         load(write(tmp_path, FP8_RECIPE, tensors))
 
 
-def test_scales_for_caches_alone_leave_the_weights_plain(tmp_path: Path) -> None:
-    """A bf16 checkpoint with calibrated scales of its KV cache."""
+@pytest.mark.parametrize("form", ["{0}_scale", "attn.{0}_scale"])
+def test_scales_for_caches_alone_leave_the_weights_plain(tmp_path: Path, form: str) -> None:
+    """A bf16 checkpoint with calibrated scales of its KV cache, and of q, which are not used."""
     stated = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {}}
     assert quantization_format({"quantization_config": stated}) is None
     recipe = dataclasses.replace(RECIPE, shards=1)
@@ -252,7 +265,7 @@ def test_scales_for_caches_alone_leave_the_weights_plain(tmp_path: Path) -> None
     for index in range(recipe.layers):
         for kind in "qkv":
             scale = np.full(1, 0.5 + index, np.float32)
-            tensors[f"model.layers.{index}.self_attn.{kind}_scale"] = scale
+            tensors[f"model.layers.{index}.self_attn.{form.format(kind)}"] = scale
     config = recipes.make_config(recipe) | {"quantization_config": stated}
     model = load(recipes.write_files(tmp_path, config, tensors, 1))
     assert [float(layer.self_attn.v_scale[...]) for layer in model.layers] == [0.5, 1.5, 2.5]

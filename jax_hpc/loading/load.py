@@ -169,6 +169,8 @@ def find_model_class(hf_config: Mapping[str, Any]) -> Any:
     from jax_hpc.models.registry import MODELS
 
     architectures = hf_config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"config.json: architectures must be a list, got {architectures!r}")
     for name in architectures:
         if name in MODELS:
             return MODELS[name]
