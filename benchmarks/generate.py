@@ -12,7 +12,6 @@ file ``--out``.
 """
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ from benchmarks.worker import meta
 from jax_hpc import fp8
 from jax_hpc._registry import OPERATORS
 from jax_hpc.cache import LayerPages
-from jax_hpc.decode import NO_TOKEN
+from jax_hpc.decode import NO_TOKEN, compiler_options
 from jax_hpc.generate import Generator
 from jax_hpc.models.decoder import Decoder, SparseMLP
 from jax_hpc.nn.moe import ExpertFormat
@@ -114,14 +113,15 @@ def last_choices(model: Decoder, sequences: Sequence[Sequence[int]]) -> list[np.
     cos_sin = model.cos_sin[...]
     pages = model.new_cache(batch, page).layers
     x, chosen = model.embed_tokens(inputs.tokens), []
+    # A layer by itself, so that all of a kind are one compilation.
+    run = jax.jit(_run_layer, static_argnums=0, compiler_options=compiler_options(model))
     for layer, of_layer in zip(model.layers, pages, strict=True):
-        x, ids = _run_layer(*nnx.split(layer), x, inputs, of_layer, cos_sin)
+        x, ids = run(*nnx.split(layer), x, inputs, of_layer, cos_sin)
         if ids is not None:
             chosen.append(np.asarray(ids[length - 1 :: length]))
     return chosen
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _run_layer(
     graph: Any,
     params: Any,
@@ -130,7 +130,7 @@ def _run_layer(
     pages: LayerPages,
     cos_sin: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """A layer by itself, so that all of a kind are one compilation: its output and its choices."""
+    """A layer's output and its choices."""
     layer: Any = nnx.merge(graph, params)
     y, _ = layer.self_attn(layer.input_layernorm(x), inputs, pages, cos_sin)
     x = x + y
@@ -168,7 +168,13 @@ def main(arguments: Sequence[str] | None = None, models: Mapping[str, Model] = M
     parser.add_argument("--kv", choices=KV_DTYPES, default="bf16", help="dtype of the KV cache")
     parser.add_argument("--out", type=Path, help="file to add the rows to")
     options = parser.parse_args(arguments)
+    forms = options.forms.split(",")
+    if unknown := [form for form in forms if form not in FORMS]:
+        parser.error(f"--forms must be of {', '.join(FORMS)}, got {unknown[0]!r}")
     chosen = models[options.model]
+    most = chosen.config.num_layers
+    if options.layers is not None and not 1 <= options.layers <= most:
+        parser.error(f"--layers must be from 1 to {most}, got {options.layers}")
     config = chosen.configured(options.format, options.layers)
     model = chosen.model(config, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
@@ -192,7 +198,7 @@ def main(arguments: Sequence[str] | None = None, models: Mapping[str, Model] = M
         "format": config.expert_format,
     }
     source = {"processes": 1, "sources_hash": sources_hash(sorted(OPERATORS))}
-    for form in options.forms.split(","):
+    for form in forms:
         use(model, FORMS[form])
         measured, sequences = measure(model, prompts, options.new, KV_DTYPES[options.kv])
         row = {"op": OP, "impl": form, **case, **measured, **spread(model, sequences), **source}

@@ -24,6 +24,8 @@ _KNOWN_FORMATS = (
 
 _KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_cache.scale", "attn.{0}_scale")
 """Under self_attn: names that quantisers give to a KV cache's static scales ({0} is k or v)."""
+Q_SCALES = tuple(f"*.self_attn.{form.format('q')}" for form in _KV_SCALES)
+"""Patterns of the scales that stand beside them for q, which is quantised by its own values."""
 
 
 class ArraySpec(Protocol):
@@ -223,13 +225,15 @@ def quantization_format(hf_config: Mapping[str, Any]) -> QuantFormat | None:
     Raises ValueError for any other format, naming it and what is known.
     """
     stated = hf_config.get("quantization_config")
+    if stated and not isinstance(stated, Mapping):
+        raise ValueError(f"config.json: quantization_config must be an object, got {stated!r}")
     if not stated or _only_caches(stated):
         return None
     found = {
         "quant_method": stated.get("quant_method"),
         "fmt": stated.get("fmt", "e4m3"),
         "activation_scheme": stated.get("activation_scheme", "dynamic"),
-        "weight_block_size": list(stated.get("weight_block_size") or []),
+        "weight_block_size": stated.get("weight_block_size") or [],
     }
     fp8_block = {
         "quant_method": "fp8",

@@ -14,7 +14,7 @@ from jax_hpc import _registry, fp8
 from jax_hpc._checks import check
 from jax_hpc.cache import DEFAULT_PAGE_SIZE, PAGE_SIZES
 from jax_hpc.decode import NO_TOKEN
-from jax_hpc.generate import Burst, Generator
+from jax_hpc.generate import SMALLEST_CHUNK, Burst, Generator
 from jax_hpc.loading import load_model
 from jax_hpc.loading.load import Quantize
 from jax_hpc.progress import status
@@ -108,6 +108,13 @@ def _add_execution(group: Any) -> None:
             help=f"form of the {option} operators",
         )
     group.add_argument(
+        "--prefill-chunk",
+        type=int,
+        default=512,
+        metavar="N",
+        help="prompt tokens of one prefill step, over all prompts",
+    )
+    group.add_argument(
         "--burst",
         type=int,
         default=16,
@@ -180,6 +187,7 @@ def run(arguments: argparse.Namespace) -> None:
         kv_cache_dtype=_KV_DTYPES[arguments.kv_cache_dtype],
         k_scales_per_token=arguments.kv_cache_dtype == "fp8-dynamic",
         burst=arguments.burst,
+        prefill_chunk=arguments.prefill_chunk,
         early_exit=arguments.early_exit,
     )
     with status("compiling", enabled=not arguments.json):
@@ -211,9 +219,9 @@ def check_options(arguments: argparse.Namespace) -> None:
     filters = [name for name in _FILTERS if getattr(arguments, name) is not None]
     if arguments.greedy and filters:
         raise ValueError(f"generate: --greedy excludes --{filters[0].replace('_', '-')}")
-    for name in ("max_new_tokens", "burst"):
+    for name, least in (("max_new_tokens", 1), ("burst", 1), ("prefill_chunk", SMALLEST_CHUNK)):
         value = getattr(arguments, name)
-        check(value is None or value >= 1, "generate", name, expected=">= 1", got=value)
+        check(value is None or value >= least, "generate", name, expected=f">= {least}", got=value)
     SamplingParams.create(1, **given_sampling(arguments))
     for text in arguments.prompt or [arguments.chat]:
         _check_text(text)

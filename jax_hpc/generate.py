@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hpc._checks import check
-from jax_hpc.cache import DEFAULT_PAGE_SIZE, PagedKVCache, pages_for
+from jax_hpc._checks import check, check_choice
+from jax_hpc.cache import DEFAULT_PAGE_SIZE, PAGE_SIZES, PagedKVCache, pages_for
 from jax_hpc.decode import (
     NO_TOKEN,
     DecodeState,
@@ -98,6 +98,7 @@ class Generator:
         prefill_chunk: int = 512,
         early_exit: bool = False,
     ) -> None:
+        check_choice("Generator", "page_size", page_size, PAGE_SIZES)
         check(burst >= 1, "Generator", "burst", expected=">= 1", got=burst)
         check(
             prefill_chunk >= SMALLEST_CHUNK,

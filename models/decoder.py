@@ -14,7 +14,7 @@ from flax import nnx
 from jax_hpc import fp8
 from jax_hpc._checks import check
 from jax_hpc.cache import DEFAULT_PAGE_SIZE, PagedKVCache
-from jax_hpc.checkpoint_plan import ArraySpec, LoadItem
+from jax_hpc.checkpoint_plan import Q_SCALES, ArraySpec, LoadItem
 from jax_hpc.models import decoder_checkpoint
 from jax_hpc.models.hf_config import HFConfig
 from jax_hpc.nn import (
@@ -76,24 +76,46 @@ class DecoderConfig:
     expert_format: ExpertFormat = "dense"
     block_rows: int = fp8.BLOCK
 
+    def __post_init__(self) -> None:
+        name, heads = type(self).__name__, self.num_kv_heads
+        q_heads = self.num_q_heads
+        check(
+            q_heads % heads == 0,
+            name,
+            "num_q_heads",
+            expected=f"a multiple of num_kv_heads = {heads}",
+            got=q_heads,
+        )
+        layers, listed = self.num_layers, len(self.sparse_layers)
+        check(listed == layers, name, "sparse_layers", expected=f"{layers} values", got=listed)
+        if any(self.sparse_layers):
+            experts, chosen = self.num_experts, self.experts_per_token
+            check(
+                1 <= chosen <= experts,
+                name,
+                "experts_per_token",
+                expected=f"from 1 to num_experts = {experts}",
+                got=chosen,
+            )
+
 
 def common_settings(config: HFConfig) -> dict[str, Any]:
     """The settings that every family's config.json has under the same keys."""
     config.require("hidden_act", "silu")
     config.require("attention_bias", False)
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     return dict(
-        vocab_size=config["vocab_size"],
+        vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
-        num_layers=config["num_hidden_layers"],
+        num_layers=config.size("num_hidden_layers"),
         num_q_heads=heads,
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config.get("head_dim", None) or hidden // heads,
-        dense_intermediate_size=config["intermediate_size"],
-        rms_eps=config["rms_norm_eps"],
+        num_kv_heads=config.size("num_key_value_heads"),
+        head_dim=config.size("head_dim", default=max(1, hidden // heads)),
+        dense_intermediate_size=config.size("intermediate_size"),
+        rms_eps=config.number("rms_norm_eps"),
         rope_theta=config.rope_theta(),
-        max_positions=config["max_position_embeddings"],
-        tie_embeddings=config.get("tie_word_embeddings", False),
+        max_positions=config.size("max_position_embeddings"),
+        tie_embeddings=config.flag("tie_word_embeddings", False),
         linear_format=config.linear_format(),
         expert_format=config.expert_format(),
     )
@@ -317,7 +339,7 @@ class Decoder(nnx.Module):
         draft tokens, and static scales of q, which is quantised by its own largest values."""
         end = self.config.num_layers
         drafts = tuple(f"model.layers.{end + i}.*" for i in range(self.names.draft_layers))
-        return (*drafts, "*.self_attn.q_scale", "*.self_attn.q_cache.scale")
+        return (*drafts, *Q_SCALES)
 
     def bytes_per_step(
         self, batch: int, kv_len: int, kv_itemsize: int, k_scales_per_token: bool = False

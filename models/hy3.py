@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_hpc._checks import check_choice
 from jax_hpc.checkpoint_plan import ArraySpec
 from jax_hpc.models.decoder import Decoder, DecoderConfig, common_settings
 from jax_hpc.models.decoder_checkpoint import Names
@@ -54,33 +55,36 @@ class Hy3Config(DecoderConfig):
         config.require("moe_router_use_sigmoid", True)
         settings = common_settings(config)
         sparse = _sparse_layers(config, settings["num_layers"])
-        width = config.first_of("moe_intermediate_size", "expert_hidden_dim")
+        width = config.size("moe_intermediate_size", "expert_hidden_dim")
         stored = stored or {}
         routers = [f"model.layers.{i}.{NAMES.router}" for i, has in enumerate(sparse) if has]
         wide_router = any(_is_float32(stored, name) for name in routers)
         return cls(
             **settings,
-            num_experts=config.first_of("num_experts", "num_local_experts"),
-            experts_per_token=config["num_experts_per_tok"],
+            num_experts=config.size("num_experts", "num_local_experts"),
+            experts_per_token=config.size("num_experts_per_tok"),
             expert_intermediate_size=width,
             sparse_layers=sparse,
-            renormalize=config.get("route_norm", True),
+            renormalize=config.flag("route_norm", True),
             scoring="sigmoid",
-            use_router_bias=config.get("moe_router_enable_expert_bias", True),
-            router_scale=config["router_scaling_factor"],
-            shared_intermediate_size=width * config.get("num_shared_experts", 1),
+            use_router_bias=config.flag("moe_router_enable_expert_bias", True),
+            router_scale=config.number("router_scaling_factor"),
+            shared_intermediate_size=width * config.size("num_shared_experts", default=1, least=0),
             router_terms=3 if wide_router else None,
-            float32_head=config.get("enable_lm_head_fp32", False)
+            float32_head=config.flag("enable_lm_head_fp32", False)
             and _is_float32(stored, "lm_head.weight"),
         )
 
 
 def _sparse_layers(config: HFConfig, layers: int) -> tuple[bool, ...]:
     """transformers 5 lists every layer's kind; published checkpoints count the dense ones."""
-    kinds = config.get("mlp_layer_types", None)
+    kinds = config.items("mlp_layer_types")
     if kinds is not None:
-        return tuple(kind == "sparse" for kind in kinds)
-    dense = config.get("first_k_dense_replace", 1)
+        known = {"dense": False, "sparse": True}
+        for kind in kinds:
+            check_choice("Hy3", "mlp_layer_types", kind, known)
+        return tuple(known[kind] for kind in kinds)
+    dense = config.size("first_k_dense_replace", default=1, least=0)
     return tuple(index >= dense for index in range(layers))
 
 

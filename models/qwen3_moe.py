@@ -28,16 +28,17 @@ class Qwen3MoEConfig(DecoderConfig):
         """
         del stored
         config = HFConfig("Qwen3-MoE", hf)
-        layers, step = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
-        dense = set(config.get("mlp_only_layers", None) or ())
+        layers = config.size("num_hidden_layers")
+        step = config.size("decoder_sparse_step", default=1)
+        dense, sliding = config.items("mlp_only_layers") or (), "use_sliding_window"
         return cls(
             **common_settings(config),
-            num_experts=config.first_of("num_experts", "num_local_experts"),
-            experts_per_token=config["num_experts_per_tok"],
-            expert_intermediate_size=config["moe_intermediate_size"],
+            num_experts=config.size("num_experts", "num_local_experts"),
+            experts_per_token=config.size("num_experts_per_tok"),
+            expert_intermediate_size=config.size("moe_intermediate_size"),
             sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-            renormalize=config.get("norm_topk_prob", False),
-            window=config["sliding_window"] if config.get("use_sliding_window", False) else None,
+            renormalize=config.flag("norm_topk_prob", False),
+            window=config.size("sliding_window") if config.flag(sliding, False) else None,
         )
 
 

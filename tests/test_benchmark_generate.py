@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import numpy as np
+import pytest
 from flax import nnx
 
 from benchmarks import generate
@@ -54,6 +55,19 @@ def test_a_row_for_each_form(tmp_path, capsys):
         assert row["compile_s"] > 0 and row["read_gb"] > 0
         # One sequence chooses K experts in each layer.
         assert row["distinct_experts"] == row["distinct_least"] == row["distinct_uniform"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--forms", "xla,ours"], "--forms must be of xla, moe, auto, got 'ours'"),
+        (["--layers", "49"], "--layers must be from 1 to 48, got 49"),
+    ],
+)
+def test_options_that_are_not_known_are_named(arguments, words, capsys):
+    with pytest.raises(SystemExit):
+        generate.main(arguments)
+    assert words in capsys.readouterr().err
 
 
 def test_hy3_with_fp8_everywhere(capsys):

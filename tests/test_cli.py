@@ -225,8 +225,10 @@ def test_chat_goes_through_the_template(model: Path, engine: type[FakeGenerator]
 
 def test_options_reach_the_engine(model: Path, engine: type[FakeGenerator]) -> None:
     options = "--max-new-tokens 7 --page-size 32 --kv-cache-dtype fp8 --burst 4 --early-exit"
+    options += " --prefill-chunk 64"
     assert generate(model, "--prompt", "one", *options.split()) == 0
     call = engine.calls[0]
+    assert call["prefill_chunk"] == 64
     assert (call["max_new_tokens"], call["page_size"], call["burst"]) == (7, 32, 4)
     assert np.dtype(call["kv_cache_dtype"]).name == "float8_e4m3fn" and call["early_exit"] is True
     assert call["eos_ids"] == (END,)
@@ -321,6 +323,7 @@ def test_sampling_is_the_checkpoints_under_the_options(
         ("--prompt one --top-p 2", "top_p"),
         ("--prompt one --max-new-tokens 0", "'max_new_tokens' must be >= 1, got 0"),
         ("--prompt one --burst 0", "'burst' must be >= 1, got 0"),
+        ("--prompt one --prefill-chunk 8", "'prefill_chunk' must be >= 16, got 8"),
         ("--prompt \udcff", r"must be UTF-8 text, got '\udcff'"),
     ],
 )

@@ -93,3 +93,14 @@ def test_chunks_do_not_change_the_text(rng: np.random.Generator) -> None:
 def test_bad_arguments(arguments: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         generator().stream(**({"prompts": [[1]], "max_new_tokens": NEW} | arguments))
+
+
+def test_bad_sizes() -> None:
+    model = generator().model
+    for sizes, message in [
+        ({"page_size": 8}, "'page_size' must be one of 16, 32, 64, 128, got 8"),
+        ({"burst": 0}, "'burst' must be >= 1, got 0"),
+        ({"prefill_chunk": 8}, "'prefill_chunk' must be >= 16, got 8"),
+    ]:
+        with pytest.raises(ValueError, match=f"Generator: argument {message}"):
+            Generator(model, **sizes)

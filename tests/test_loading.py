@@ -220,6 +220,8 @@ def test_long_lists_are_cut_and_counted(tmp_path: Path, rng: np.random.Generator
         ({"architectures": ["OtherForCausalLM"]}, ValueError,
          r"architectures \(OtherForCausalLM\) not known; known: .*Qwen3MoeForCausalLM"),
         ({}, ValueError, r"architectures \(none\) not known"),
+        ({"architectures": "Qwen3ForCausalLM"}, ValueError,
+         "architectures must be a list, got 'Qwen3ForCausalLM'"),
     ],
 )  # fmt: skip
 def test_unknown_architecture_is_named(
@@ -235,6 +237,7 @@ def test_unknown_architecture_is_named(
         {"quant_method": "gptq", "bits": 4},
         tiny.BLOCK_FP8 | {"weight_block_size": [64, 64]},
         tiny.BLOCK_FP8 | {"activation_scheme": "static"},
+        tiny.BLOCK_FP8 | {"weight_block_size": 128},
         {"quant_method": "fp8", "activation_scheme": "dynamic"},
         {"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}},
     ],
@@ -243,6 +246,11 @@ def test_unknown_weight_format_is_named(stated: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is not a known weight format; known: none") as caught:
         plans.quantization_format({"quantization_config": stated})
     assert repr(stated["quant_method"]) in str(caught.value)
+
+
+def test_weight_format_that_is_no_object_is_named() -> None:
+    with pytest.raises(ValueError, match="quantization_config must be an object, got 'fp8'"):
+        plans.quantization_format({"quantization_config": "fp8"})
 
 
 @pytest.mark.parametrize(

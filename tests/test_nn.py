@@ -99,9 +99,12 @@ def test_fp8_linear_multiplies_fp8_in_a_program_for_a_gpu(rng: np.random.Generat
     assert product and re.search(r"tensor<3x64xf8E4M3FN>, tensor<48x64xf8E4M3FN>", product[0])
 
 
-def test_linear_format_is_checked() -> None:
+def test_linear_checks_its_format_and_x() -> None:
     with pytest.raises(ValueError, match="Linear: argument 'format' must be one of 'dense', 'fp8"):
         nn.Linear(8, 8, rngs=rngs(), format="int8")  # pyright: ignore[reportArgumentType]
+    expected = r"Linear: argument 'x' must be of shape \[..., in_features = 8\], got .*2, 7"
+    with pytest.raises(ValueError, match=expected):
+        nn.Linear(8, 8, rngs=rngs())(jnp.ones((2, 7)))
 
 
 def test_embedding_clamps() -> None:

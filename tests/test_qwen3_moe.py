@@ -66,12 +66,37 @@ def test_config_from_hugging_face() -> None:
         ),
         ({"num_experts": None}, ValueError, "config.json has no 'num_experts' or 'num_local_exp"),
         ({"rope_theta": None}, ValueError, "config.json has no 'rope_theta'"),
+        (
+            {"num_hidden_layers": "4"},
+            ValueError,
+            "config.json key 'num_hidden_layers' must be an integer >= 1, got '4'",
+        ),
+        ({"num_attention_heads": 0}, ValueError, "'num_attention_heads' .* >= 1, got 0"),
+        ({"rms_norm_eps": True}, ValueError, "'rms_norm_eps' must be a number above 0, got True"),
+        ({"norm_topk_prob": 1}, ValueError, "'norm_topk_prob' must be true or false, got 1"),
+        ({"mlp_only_layers": 3}, ValueError, "'mlp_only_layers' must be a list, got 3"),
+        ({"rope_parameters": "default"}, ValueError, "'rope_parameters' must be an object"),
     ],
 )
 def test_config_refusals(change: dict[str, Any], error: type[Exception], words: str) -> None:
     values = {key: value for key, value in (HF | change).items() if value is not None}
     with pytest.raises(error, match=f"Qwen3-MoE: .*{words}"):
         Qwen3MoEConfig.from_hf(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_attention_heads": 3}, "'num_q_heads' must be a multiple of num_kv_heads = 2"),
+        (
+            {"num_experts_per_tok": 9},
+            "'experts_per_token' must be from 1 to num_experts = 8, got 9",
+        ),
+    ],
+)
+def test_sizes_that_contradict_each_other(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"Qwen3MoEConfig: argument {words}"):
+        Qwen3MoEConfig.from_hf(HF | change)
 
 
 def test_bytes_per_step_counts_what_is_read() -> None:

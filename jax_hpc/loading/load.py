@@ -59,6 +59,7 @@ def load_model(
         dequantises whatever is fp8.
     device: where the weights go, a device or a sharding, or a function that gives one for an
         array's dotted path; JAX's default device if None.
+    tokenizer: whether to read the tokenizer, where there is one. progress: whether to show a bar.
     model_class: the model to build, by default the one registered for config.json's
         `architectures`. It has a `Config.from_hf`, a `checkpoint_plan` and, where it leaves
         tensors of its checkpoints unused, their names' patterns in `checkpoint_ignored`. To be
@@ -169,6 +170,8 @@ def find_model_class(hf_config: Mapping[str, Any]) -> Any:
     from jax_hpc.models.registry import MODELS
 
     architectures = hf_config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"config.json: architectures must be a list, got {architectures!r}")
     for name in architectures:
         if name in MODELS:
             return MODELS[name]

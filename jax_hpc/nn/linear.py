@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_hpc import fp8
-from jax_hpc._checks import check_choice
+from jax_hpc._checks import check, check_choice
 from jax_hpc.nn.init import normal
 
 LinearFormat = Literal["dense", "fp8_tensor"]
@@ -70,6 +70,9 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x ``[..., in_features]`` -> ``[..., out_features]`` of x's dtype."""
+        inputs, shape = self.weight.shape[1], x.shape
+        expected = f"of shape [..., in_features = {inputs}]"
+        check(shape[-1:] == (inputs,), "Linear", "x", expected=expected, got=f"shape {shape}")
         y = project(x, self.weight[...]) if self.format == "dense" else self._scaled(x)
         return y if self.reduce_axis is None else jax.lax.psum(y, self.reduce_axis)
 
