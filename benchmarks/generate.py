@@ -30,7 +30,7 @@ from jax_hpc import fp8
 from jax_hpc._registry import OPERATORS
 from jax_hpc.cache import LayerPages
 from jax_hpc.decode import NO_TOKEN, compiler_options
-from jax_hpc.generate import Generator
+from jax_hpc.generate import SMALLEST_CHUNK, Generator
 from jax_hpc.models.decoder import Decoder, SparseMLP
 from jax_hpc.nn.moe import ExpertFormat
 from jax_hpc.step import StepInputs
@@ -67,7 +67,7 @@ def measure(
     the sequences."""
     longest = max(len(prompt) for prompt in prompts)
     generator = Generator(
-        model, prefill_chunk=max(16, len(prompts) * longest), kv_cache_dtype=kv_dtype
+        model, prefill_chunk=max(SMALLEST_CHUNK, len(prompts) * longest), kv_cache_dtype=kv_dtype
     )
     compile_seconds = 0.0
     sequences: list[list[int]] = []
@@ -99,7 +99,7 @@ def last_choices(model: Decoder, sequences: Sequence[Sequence[int]]) -> list[np.
     rows = np.array([sequence[-CONTEXT:] for sequence in sequences], np.int32)
     batch, length = rows.shape
     position = np.arange(length, dtype=np.int32)
-    page = 64
+    page = CONTEXT  # a sequence has one
     inputs = StepInputs(
         tokens=jnp.asarray(rows.reshape(-1)),
         positions=jnp.asarray(np.tile(position, batch)),

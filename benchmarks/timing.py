@@ -57,11 +57,6 @@ class Workload:
     layer_bytes: int
     weights: Callable[[jax.Array], Any] | None = None
 
-    def layer(self, key: jax.Array) -> tuple[Any, Any]:
-        """Operands and state of one layer; traced, as ``make``."""
-        operands, state = self.make(key)
-        return operands if self.weights is None else (*operands, self.weights(key)), state
-
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:

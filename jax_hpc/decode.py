@@ -137,8 +137,9 @@ def compiler_options(model: nnx.Module) -> dict[str, bool]:
 
     On a GPU XLA tries Triton kernels for every product. For those of fp8 weights
     (:class:`jax_hpc.nn.Linear` with format ``fp8_tensor``) that takes minutes: four layers of Hy3
-    did not compile within 95 s, and in 9 s with cuBLASLt's kernels alone (H200, jax 0.11.2). So a
-    model with one such layer is compiled without Triton's products, all of them. Empty otherwise.
+    did not compile within 95 s, and in 9 s with cuBLASLt's kernels alone (H200, jax 0.11.2;
+    ``benchmarks/results/h200/compile_options.txt``). So a model with one such layer is compiled
+    without Triton's products, all of them. Empty otherwise.
 
     The functions made here do not set this themselves: JAX refuses such options on a jit within
     another one, which is where they stand in a caller's own ``jax.shard_map`` or loop.

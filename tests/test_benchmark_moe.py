@@ -1,16 +1,30 @@
 """The benchmark of fused_moe, on a CPU: floors, operands and peers."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import moe, report, results, rows
+from benchmarks import moe, report, results, rows, timing
 from jax_hpc import _registry
 from jax_hpc.ops.fused_moe.cases import Case
 
 FP8, BF16 = moe.BENCHMARKS["moe-fp8"], moe.BENCHMARKS["moe-bf16"]
 IMPLS = [(benchmark, impl) for benchmark in (FP8, BF16) for impl in benchmark.impls]
+
+
+def layer_of(workload: timing.Workload) -> Callable[[jax.Array], Any]:
+    """Key -> operands and state of a layer, the experts as the last operand."""
+
+    def make(key: jax.Array) -> Any:
+        operands, state = workload.make(key)
+        assert workload.weights is not None
+        return (*operands, workload.weights(key)), state
+
+    return make
 
 
 @pytest.mark.parametrize(("benchmark", "fewest", "most_off"), [(FP8, 60, 0.04), (BF16, 20, 0.1)])
@@ -45,7 +59,7 @@ def test_workloads_trace(
 ) -> None:
     monkeypatch.setattr(_registry, "unusable_reason", lambda: None)
     workload = benchmark.workload({"shape": shape, "bs": 4}, impl)
-    operands, state = jax.eval_shape(workload.layer, jax.random.key(0))
+    operands, state = jax.eval_shape(layer_of(workload), jax.random.key(0))
     out, left = jax.eval_shape(workload.call, operands, state)
     assert (out.shape, out.dtype.name) == (operands[0].shape, "bfloat16") and left == ()
     assert hasattr(operands[3], "block_rows") == impl.endswith(":block")
@@ -59,7 +73,7 @@ def test_a_small_layer_gives_moderate_numbers(
 ) -> None:
     monkeypatch.setitem(moe.SHAPES, "small", Case("small", experts=6, k=2, hidden=144, inter=48))
     workload = benchmark.workload({"shape": "small", "bs": 8}, impl)
-    operands, state = jax.jit(workload.layer)(jax.random.key(1))
+    operands, state = jax.jit(layer_of(workload))(jax.random.key(1))
     ids = np.sort(np.asarray(operands[1]), axis=1)
     assert ids.min() >= 0 and ids.max() < 6 and (np.diff(ids, axis=1) > 0).all()
     out = np.asarray(jax.jit(workload.call)(operands, state)[0], np.float32)
