@@ -39,6 +39,9 @@ class Consumer {
       release(shared_.query_empty(turn_.stage()));
       rows_.reset();
       const Sight sight(a_.problem, task.length);
+      // As if the first team had the first tile: what a task's sums are added up to must not depend
+      // on the tasks that its CTA had before.
+      const int place = own_tile_ == (thread_.warp < a_.team_warps) ? 0 : a_.team_warps;
       int token = task.first_token;
       for (int i = 0; i < tiles; ++i, token += kTileTokens) {
         if (own_tile_) {
@@ -49,7 +52,7 @@ class Consumer {
         }
         if (a_.team_warps < kWarps) own_tile_ = !own_tile_;
       }
-      Ending<Cache, D, N>(a_, shared_, task, turn_, thread_).run(rows_);
+      Ending<Cache, D, N>(a_, shared_, task, turn_, {thread_.warp ^ place, lane_}).run(rows_);
       turn_.advance();
     }
   }

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <string>
 
+#include "decode_balance.cuh"
 #include "decode_problem.cuh"
 
 namespace {
@@ -237,7 +238,16 @@ int check(const std::string& which) {
     if (++failures <= 12)
       std::cout << "case " << i << ": " << name_of(c) << ": " << failure << "\n";
   }
-  std::cout << count - failures << " passed, " << failures << " failed" << std::endl;
+  int checked = count;
+  if (which.empty()) {
+    for (const std::string& failure : balance_failures()) {
+      ++checked;
+      if (failure.empty()) continue;
+      ++failures;
+      std::cout << failure << "\n";
+    }
+  }
+  std::cout << checked - failures << " passed, " << failures << " failed" << std::endl;
   return failures == 0 ? 0 : 1;
 }
 
