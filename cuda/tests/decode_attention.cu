@@ -5,6 +5,8 @@
 //   decode_attention check races tiny ones that racecheck can judge: see reuses_memory
 //   decode_attention time [tp8]  the recorded baselines' mixes (tp8: of one KV head only), cold
 //                                caches; the practical floor is 4 us + bytes / 4.5 TB/s
+//   decode_attention splits [tp8]  the same cut by splits instead of a schedule: whole, into eight,
+//                                and both static cuts
 //   decode_attention tune [tp8]  the same with other rings, numbers of CTAs, costs and cuts
 //
 // Built by `make kernel-tests`.
@@ -384,6 +386,14 @@ int main(int argc, char** argv) {
     time_all({{"us"}}, option != "tp8");
     return 0;
   }
+  if (command == "splits") {
+    time_all({{"whole", {}, {0, 1, 1}},
+              {"8", {}, {0, 8, 1}},
+              {"4 of 4096", {}, {0, 4, 64}},
+              {"16 of 512", {}, {0, 16, 8}}},
+             option != "tp8");
+    return 0;
+  }
   if (command == "tune") {
     time_all({{"us"},
               {"ring 64/64", {}, {}, 64, 64},
@@ -399,6 +409,6 @@ int main(int argc, char** argv) {
              option != "tp8");
     return 0;
   }
-  std::cerr << "usage: decode_attention check [small | races] | time [tp8] | tune [tp8]\n";
+  std::cerr << "usage: decode_attention check [small | races] | time | splits | tune [tp8]\n";
   return 2;
 }
