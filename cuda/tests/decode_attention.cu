@@ -294,7 +294,7 @@ void time_mix(const Mix& mix, int kv_heads, bool fp8, const std::vector<Variant>
   p.fp8_query = fp8;
   if (fp8) p.k_scale = p.v_scale = ScaleKind::kTensor;
   std::mt19937 random(1);
-  DeviceArray<int> table(make_table(p, host_lengths, false, random));
+  DeviceArray<int> table(make_table(p, host_lengths, false, random, 0));
   DeviceArray<int> lengths(host_lengths);
   const size_t rows = size_t(p.batch) * p.group * kv_heads;
   const size_t cache = size_t(p.pages) * kv_heads * p.page_size * p.head_dim;  // elements
@@ -404,7 +404,6 @@ int main(int argc, char** argv) {
               {"floor 32", {.floor = 32}},
               {"floor 16", {.floor = 16}},
               {"floor 20", {.floor = 20}},
-              {"cut all", {.whole = 0}},
               {"split 1", {}, {0, 1, 1}}},
              option != "tp8");
     return 0;
