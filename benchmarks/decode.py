@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.paging import scattered_pages
 from benchmarks.rows import Benchmark, Case, Row, floors
 from benchmarks.timing import Workload
 from jax_hpc import decode_attention, decode_schedule
@@ -63,13 +64,13 @@ def _maker(op: str, heads_name: str, mix_name: str) -> Callable[..., Any]:
     places = np.arange(pages_of.max()) < pages_of[:, None]
 
     def make(key: jax.Array) -> tuple[Any, tuple[()]]:
-        keys = jax.random.split(key, 5)
+        keys = jax.random.split(key, 4)
         num_pages = int(pages_of.sum())
         pool = (num_pages, heads.num_kv_heads, PAGE_SIZE, heads.head_dim)
         k, v = (jax.random.normal(key, pool, jnp.bfloat16).astype(dtype) for key in keys[:2])
         q_shape = (len(lens), 1, heads.num_q_heads, heads.head_dim)
         q = jax.random.normal(keys[2], q_shape, jnp.bfloat16).astype(dtype)
-        ids = jax.random.permutation(keys[3], num_pages).astype(jnp.int32)
+        ids = scattered_pages(num_pages)
         table = jnp.full(places.shape, -1, jnp.int32).at[places.nonzero()].set(ids)
         kv_lens = jnp.asarray(lens)
         schedule = decode_schedule(
@@ -82,7 +83,7 @@ def _maker(op: str, heads_name: str, mix_name: str) -> Callable[..., Any]:
         )
         scales = {}
         if is_fp8:
-            q_scale = jax.random.uniform(keys[4], q_shape[:3], jnp.float32, 0.5, 1.5)
+            q_scale = jax.random.uniform(keys[3], q_shape[:3], jnp.float32, 0.5, 1.5)
             one = jnp.ones((), jnp.float32)
             scales = {"q_scale": q_scale, "k_scale": one, "v_scale": one}
         return ((q, k, v, table, kv_lens), schedule, scales), ()

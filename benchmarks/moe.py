@@ -86,16 +86,22 @@ def workload(op: str, case: Case, impl: str) -> Workload:
     def call(operands: Any, state: Any) -> tuple[Any, Any]:
         return fused_moe(*operands, implementation=implementation), state
 
-    make = _maker(case["shape"], case["bs"], format, name == "cuda-zipf")
-    return Workload(make, call, num_bytes(op, case, impl))
+    make = _maker(case["shape"], case["bs"], name == "cuda-zipf")
+    weights = _experts_maker(case["shape"], format)
+    return Workload(make, call, num_bytes(op, case, impl), weights)
 
 
 @functools.cache
-def _maker(shape: str, tokens: int, format: str, is_zipf: bool) -> Callable[..., Any]:
+def _experts_maker(shape: str, format: str) -> Callable[[jax.Array], Experts]:
+    return lambda key: MAKERS[format](SHAPES[shape], *jax.random.split(key))
+
+
+@functools.cache
+def _maker(shape: str, tokens: int, is_zipf: bool) -> Callable[..., Any]:
     case = SHAPES[shape]
 
     def make(key: jax.Array) -> tuple[Any, tuple[()]]:
-        keys = jax.random.split(key, 6)
+        keys = jax.random.split(key, 4)
         scores = jax.random.gumbel(keys[0], (tokens, case.experts))
         if is_zipf:
             popularity = jnp.asarray(np.log(_zipf(case.experts)), jnp.float32)
@@ -103,7 +109,7 @@ def _maker(shape: str, tokens: int, format: str, is_zipf: bool) -> Callable[...,
         ids = jax.lax.top_k(scores, case.k)[1].astype(jnp.int32)
         weights = jax.random.uniform(keys[2], ids.shape, jnp.float32, 0.05, 0.2)
         x = jax.random.normal(keys[3], (tokens, case.hidden), jnp.bfloat16)
-        return (x, ids, weights, MAKERS[format](case, keys[4], keys[5])), ()
+        return (x, ids, weights), ()
 
     return make
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.paging import scattered_pages
 from benchmarks.rows import Benchmark, Case, Row
 from benchmarks.timing import Workload
 from jax_hpc import prefill_attention
@@ -72,16 +73,16 @@ def _maker(op: str, case: cases.Case) -> Callable[..., Any]:
     rows = (case.tokens, cases.NUM_Q_HEADS)
 
     def make(key: jax.Array) -> tuple[Any, tuple[()]]:
-        keys = jax.random.split(key, 5)
+        keys = jax.random.split(key, 4)
         k, v = (jax.random.normal(key, pool, jnp.bfloat16).astype(dtype) for key in keys[:2])
         q = jax.random.normal(keys[2], (*rows, cases.HEAD_DIM), jnp.bfloat16).astype(dtype)
-        ids = jax.random.permutation(keys[3], pool[0]).astype(jnp.int32)
+        ids = jnp.asarray(scattered_pages(pool[0]))
         starts = jnp.arange(case.batch, dtype=jnp.int32) * case.q_len
         lens = (jnp.full(case.batch, n, jnp.int32) for n in (case.q_len, case.kv_len))
         scales = {}
         if dtype == jnp.float8_e4m3fn:
             one = jnp.ones((), jnp.float32)
-            q_scale = jax.random.uniform(keys[4], rows, jnp.float32, 0.5, 1.5)
+            q_scale = jax.random.uniform(keys[3], rows, jnp.float32, 0.5, 1.5)
             scales = {"q_scale": q_scale, "k_scale": one, "v_scale": one}
         return ((q, k, v, ids.reshape(case.batch, width), starts, *lens), scales), ()
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.paging import scattered_pages
 from benchmarks.rows import Benchmark, Case, Row, floors
 from benchmarks.timing import Workload
 from jax_hpc import qk_norm_rope_append, rope_table
@@ -61,16 +62,16 @@ def _maker(op: str, heads_name: str, tokens: int) -> Callable[..., Any]:
     table = rope_table(tokens, heads.head_dim, THETA)
 
     def make(key: jax.Array) -> tuple[Any, Any]:
-        keys = jax.random.split(key, 6)
+        keys = jax.random.split(key, 5)
         qkv = jax.random.normal(keys[0], (tokens, width), jnp.bfloat16)
         weights = jax.random.uniform(keys[1], (2, heads.head_dim), jnp.bfloat16, 0.5, 1.5)
-        pages = jax.random.permutation(keys[2], num_pages).astype(jnp.int32)
+        pages = jnp.asarray(scattered_pages(num_pages))
         index = jnp.arange(tokens, dtype=jnp.int32)
         if is_decode:
-            slots = pages * PAGE_SIZE + jax.random.randint(keys[3], (tokens,), 0, PAGE_SIZE)
+            slots = pages * PAGE_SIZE + jax.random.randint(keys[2], (tokens,), 0, PAGE_SIZE)
         else:
             slots = pages[index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE
-        caches = [jax.random.normal(k, pool, jnp.bfloat16).astype(dtype) for k in keys[4:]]
+        caches = [jax.random.normal(k, pool, jnp.bfloat16).astype(dtype) for k in keys[3:]]
         one = jnp.ones((), jnp.float32)
         scales = {"k_scale": one, "v_scale": one} if dtype == jnp.float8_e4m3fn else {}
         operands = (qkv, weights[0], weights[1], jnp.asarray(table), index, slots)

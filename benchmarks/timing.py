@@ -48,11 +48,19 @@ class Workload:
     call: (operands, state) -> (results, state). State is what the operator updates in place,
         such as caches; () where there is none.
     layer_bytes: distinct bytes that one call reads and writes.
+    weights: key -> the last of the operands of one layer, the same function for all cases that
+        may share them: a process makes them once.
     """
 
     make: Callable[[jax.Array], tuple[Any, Any]]
     call: Callable[[Any, Any], tuple[Any, Any]]
     layer_bytes: int
+    weights: Callable[[jax.Array], Any] | None = None
+
+    def layer(self, key: jax.Array) -> tuple[Any, Any]:
+        """Operands and state of one layer; traced, as ``make``."""
+        operands, state = self.make(key)
+        return operands if self.weights is None else (*operands, self.weights(key)), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +109,27 @@ def looped(
     return run
 
 
+def keys_of_layers(seed: int, count: int) -> jax.Array:
+    """Of the generator that compiles and runs fastest: making operands took half of a run."""
+    return jax.random.split(jax.random.key(seed, impl="rbg"), count)
+
+
+_kept: dict[tuple[Callable[[jax.Array], Any], int], list[Any]] = {}
+MOST_KEPT = 2
+"""Sets of weights that a process keeps: two formats of a layer take turns."""
+
+
+def weights_of_layers(weights: Callable[[jax.Array], Any], count: int) -> list[Any]:
+    """Weights of so many layers, made anew only where others were asked for meanwhile."""
+    wanted = (weights, count)
+    if wanted not in _kept:
+        if len(_kept) == MOST_KEPT:  # before there are more: a set may be 45 GB
+            del _kept[next(iter(_kept))]
+        make = jax.jit(weights)
+        _kept[wanted] = [make(key) for key in keys_of_layers(1, count)]
+    return _kept[wanted]
+
+
 def first_carry(workload: Workload, layers: Sequence[Any], states: Sequence[Any]) -> Any:
     results, _ = jax.eval_shape(workload.call, layers[0], states[0])
     zeros = [
@@ -129,8 +158,11 @@ def measure(
     began = time.perf_counter()
     count = num_layers(workload.layer_bytes, cold_bytes)
     make = jax.jit(workload.make)
-    made = [make(key) for key in jax.random.split(jax.random.key(0), count)]
+    made = [make(key) for key in keys_of_layers(0, count)]
     layers = [operands for operands, _ in made]
+    if workload.weights is not None:
+        weights = weights_of_layers(workload.weights, count)
+        layers = [(*operands, last) for operands, last in zip(layers, weights, strict=True)]
     carry = jax.block_until_ready(first_carry(workload, layers, [s for _, s in made]))
     del made  # the states are donated
     made_at = time.perf_counter()

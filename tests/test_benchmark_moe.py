@@ -45,7 +45,7 @@ def test_workloads_trace(
 ) -> None:
     monkeypatch.setattr(_registry, "unusable_reason", lambda: None)
     workload = benchmark.workload({"shape": shape, "bs": 4}, impl)
-    operands, state = jax.eval_shape(workload.make, jax.random.key(0))
+    operands, state = jax.eval_shape(workload.layer, jax.random.key(0))
     out, left = jax.eval_shape(workload.call, operands, state)
     assert (out.shape, out.dtype.name) == (operands[0].shape, "bfloat16") and left == ()
     assert hasattr(operands[3], "block_rows") == impl.endswith(":block")
@@ -59,7 +59,7 @@ def test_a_small_layer_gives_moderate_numbers(
 ) -> None:
     monkeypatch.setitem(moe.SHAPES, "small", Case("small", experts=6, k=2, hidden=144, inter=48))
     workload = benchmark.workload({"shape": "small", "bs": 8}, impl)
-    operands, state = jax.jit(workload.make)(jax.random.key(1))
+    operands, state = jax.jit(workload.layer)(jax.random.key(1))
     ids = np.sort(np.asarray(operands[1]), axis=1)
     assert ids.min() >= 0 and ids.max() < 6 and (np.diff(ids, axis=1) > 0).all()
     out = np.asarray(jax.jit(workload.call)(operands, state)[0], np.float32)

@@ -156,3 +156,24 @@ def test_calls_longer_than_a_repeat_still_run_in_a_loop():
 def test_an_operator_that_did_nothing_is_an_error(value):
     with pytest.raises(RuntimeError, match="NaN, infinities or only zeros"):
         timing.check_results([jnp.full((2, 2), value)])
+
+
+def test_cases_that_share_weights_have_them_made_once() -> None:
+    made = []
+
+    def weights(key: jax.Array) -> jax.Array:
+        made.append(key)  # traced once, whatever the number of layers
+        return jax.random.normal(key, (EXPERTS, HIDDEN))
+
+    for tokens in (2, 3):
+
+        def make(key: jax.Array, tokens: int = tokens) -> tuple[tuple[jax.Array], tuple[()]]:
+            return (jax.random.normal(key, (tokens, HIDDEN)),), ()
+
+        workload = timing.Workload(make, product, 4 * EXPERTS * HIDDEN, weights)
+        assert jax.eval_shape(workload.make, jax.random.key(0))[0][0].shape == (tokens, HIDDEN)
+        measured = timing.measure(workload, estimate_us=50.0, cold_bytes=1, seconds=0.0)
+        assert measured.us > 0 and measured.layers == timing.MIN_LAYERS
+    assert len(made) == 1
+    (x, weight), _ = workload.layer(jax.random.key(0))
+    assert (x.shape, weight.shape) == ((3, HIDDEN), (EXPERTS, HIDDEN))
