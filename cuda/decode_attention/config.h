@@ -64,6 +64,21 @@ struct Cut {
   int min_split_tiles;
 };
 
+// Tiles that a pair has at most: those of the page table's tokens, or of what a window shows.
+inline int64_t most_tiles(const Problem& p) {
+  const int64_t tokens = int64_t{p.table_width} * p.page_size;
+  const int64_t held = (tokens + kTileTokens - 1) / kTileTokens;
+  if (p.window <= 0) return held;
+  const int64_t shown = int64_t{p.q_len} + p.window - 1;
+  return std::min(held, (shown + kTileTokens - 2) / kTileTokens + 1);
+}
+
+// Whether there may be a pair that is cut, and so something to merge.
+inline bool may_cut(const Problem& p, const Cut& cut) {
+  const int whole = cut.splits > 0 ? cut.min_split_tiles : decode_schedule::kWholeTiles;
+  return cut.splits != 1 && most_tiles(p) > whole;
+}
+
 constexpr int kMostRows = 128;
 constexpr int kMostSlots = 24;
 constexpr int kWarps = 8;  // consumers of a CTA, which has an SM of its own

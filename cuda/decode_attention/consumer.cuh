@@ -12,6 +12,10 @@ class Consumer {
   static constexpr int kLoads = kSteps / Cache::kFragments;
   static constexpr int kChains = N == 1 ? 2 : 1;  // independent sums of products in a score
   static constexpr int kPairs = Rows<Cache, D, N>::kPairs;
+  // Whether the next tile's keys are multiplied early. In bf16 a tile takes the memory more than
+  // twice the time that it takes the warps, in fp8 about the same; with two column tiles there are
+  // too few registers.
+  static constexpr bool kGoesAhead = N == 1 && Cache::kBytes == 1;
   using Half = HalfTile<Cache, D>;
 
  public:
@@ -23,10 +27,12 @@ class Consumer {
         row_tokens_(a, (thread.warp & (a.row_groups - 1)) * 8 * N),
         token_warp_((thread.warp & (a.team_warps - 1)) >> log2(a.row_groups)),
         groups_(kTileTokens / kGroup * a.row_groups >> log2(a.team_warps)),
-        own_tile_(thread.warp < a.team_warps),
+        teams_(kWarps >> log2(a.team_warps)),
+        tile_(thread.warp < a.team_warps ? 0 : 1),
         key_offset_(Half::offset(lane_ % 16, lane_ / 16)),
         value_offset_(Half::offset(Cache::value_token(lane_), Cache::value_column(lane_))),
-        part_tokens_(min(a.problem.page_size, kTileTokens)) {}
+        part_tokens_(min(a.problem.page_size, kTileTokens)),
+        ring_{2 * tile_} {}
 
   __device__ __forceinline__ void run() {
     if (thread_.warp == 0 && a_.sinks != nullptr) prefetch(a_.sinks);
@@ -38,18 +44,12 @@ class Consumer {
       query_.load(a_, shared_, turn_, row_tokens_.first, lane_);
       release(shared_.query_empty(turn_.stage()));
       rows_.reset();
-      const Sight sight(a_.problem, task.length);
-      int token = task.first_token;
-      for (int i = 0; i < tiles; ++i, token += kTileTokens) {
-        if (own_tile_) {
-          take_tile(sight, token);
-        } else {
-          ring_.advance(a_.slots);
-          ring_.advance(a_.slots);
-        }
-        if (a_.team_warps < kWarps) own_tile_ = !own_tile_;
-      }
-      Ending<Cache, D, N>(a_, shared_, task, turn_, thread_).run(rows_);
+      // As if the first team had the first tile: what a task's sums are added up to must not depend
+      // on the tasks that its CTA had before.
+      const bool in_place = (tile_ > 0) == (thread_.warp >= a_.team_warps);
+      const int place = thread_.warp ^ (in_place ? 0 : a_.team_warps);
+      take_tiles(Sight(a_.problem, task.length), task.first_token, tiles);
+      Ending<Cache, D, N>(a_, shared_, task, turn_, {place, lane_}).run(rows_);
       turn_.advance();
     }
   }
@@ -63,44 +63,102 @@ class Consumer {
     if (lane_ == 0) arrive(barrier);
   }
 
-  __device__ __forceinline__ void take_tile(const Sight& sight, int first_token) {
-    const int k = ring_.index(a_.slots);
-    const uint32_t k_parity = ring_.parity(a_.slots);
-    ring_.advance(a_.slots);
-    const int v = ring_.index(a_.slots);
-    const uint32_t v_parity = ring_.parity(a_.slots);
-    ring_.advance(a_.slots);
-    wait(shared_.full(k), k_parity);
-    const uint32_t live = shared_.live[k];
-    for (int i = 0; i < groups_; ++i) {
-      const int group = token_warp_ * groups_ + i;
-      const bool last = i + 1 == groups_;
-      const int token = first_token + group * kGroup;
-      if ((live >> group & 1) == 0 || !sight.any(token)) {
-        if (last) release(shared_.empty(k));
-        if (i == 0) wait(shared_.full(v), v_parity);
-        if (last) release(shared_.empty(v));
-        continue;
+  // A tile of this warp's team.
+  struct Tile {
+    int k;  // places in the ring
+    int v;
+    uint32_t k_parity;
+    uint32_t v_parity;
+    int token;      // the first
+    uint32_t live;  // which groups of 16 lie on pages that exist; known once the keys are there
+  };
+
+  // With one column tile a team's four warps share out the four groups of a tile.
+  __device__ __forceinline__ int groups() const { return N == 1 ? 1 : groups_; }
+
+  __device__ __forceinline__ Tile tile_at(int token) const {
+    Place v = ring_;
+    v.advance(a_.slots);
+    return {ring_.index(a_.slots),
+            v.index(a_.slots),
+            ring_.parity(a_.slots),
+            v.parity(a_.slots),
+            token,
+            0};
+  }
+
+  // The team's, of a task's tiles.
+  __device__ __forceinline__ void take_tiles(const Sight& sight, int first_token, int tiles) {
+    Tile tile = tile_at(first_token + tile_ * kTileTokens);
+    bool is_ahead = false;
+    for (; tile_ < tiles; tile_ += teams_) {
+      ring_.skip(2 * teams_, a_.slots);
+      Tile next = tile_at(tile.token + teams_ * kTileTokens);
+      for (int i = 0; i < groups(); ++i) {
+        is_ahead = take_group(sight, tile, i, next, tile_ + teams_ < tiles, is_ahead);
       }
-      float scores[N][4];
-      multiply_keys(group_address(k, group), scores);
-      if (a_.problem.k_scale == ScaleKind::kToken) scale_tokens(k, group, scores);
-      if (last) release(shared_.empty(k));
-      const bool edge = !sight.all(token);
-      const uint32_t visible = edge ? visible_scores(sight, token) : ~0u;
-      uint32_t pairs[N][kPairs];
-      rows_.weigh(query_, a_.problem.cap, edge, visible, lane_, scores, pairs);
-      if (i == 0) wait(shared_.full(v), v_parity);
-      const uint32_t values = group_address(v, group);
-      uint2 keep{~0u, ~0u};
-      if (edge) keep = hide_not_finite(sight, token, values, pairs);
-      if (__any_sync(~0u, (keep.x & keep.y) != ~0u)) {
-        multiply_values<true>(values, pairs, keep);
-      } else {
-        multiply_values<false>(values, pairs, keep);
-      }
-      if (last) release(shared_.empty(v));
+      tile = next;
     }
+    tile_ -= tiles;
+  }
+
+  // Group `i` of this warp's, whose keys are multiplied already if `is_ahead`. Those of the next
+  // tile, where they are there, are multiplied beside the values of this one: neither product waits
+  // for the other. Returns whether they were.
+  __device__ __forceinline__ bool take_group(const Sight& sight, Tile& tile, int i, Tile& next,
+                                             bool has_next, bool is_ahead) {
+    const int group = token_warp_ * groups() + i;
+    const bool last = i + 1 == groups();
+    const int token = tile.token + group * kGroup;
+    if (!is_ahead) {
+      if (i == 0) {
+        wait(shared_.full(tile.k), tile.k_parity);
+        tile.live = shared_.live[tile.k];
+      }
+      if (!is_seen(sight, tile, group)) {
+        if (last) release(shared_.empty(tile.k));
+        if (i == 0) wait(shared_.full(tile.v), tile.v_parity);
+        if (last) release(shared_.empty(tile.v));
+        return false;
+      }
+      clear_products();
+      multiply_keys(group_address(tile.k, group));
+      end_keys(tile, group, last);
+    }
+    float scores[N][4];
+    take_scores(scores);
+    const bool edge = !sight.all(token);
+    const uint32_t visible = edge ? visible_scores(sight, token) : ~0u;
+    uint32_t pairs[N][kPairs];
+    rows_.weigh(query_, a_.problem.cap, edge, visible, lane_, scores, pairs);
+    if (i == 0) wait(shared_.full(tile.v), tile.v_parity);
+    const uint32_t values = group_address(tile.v, group);
+    uint2 keep{~0u, ~0u};
+    if (edge) keep = hide_not_finite(sight, token, values, pairs);
+    is_ahead = false;
+    if (__any_sync(~0u, (keep.x & keep.y) != ~0u)) {
+      multiply_values<true>(values, pairs, keep);
+    } else if (kGoesAhead && has_next && has_keys(next) && is_seen(sight, next, group)) {
+      clear_products();
+      multiply_both(values, pairs, group_address(next.k, group));
+      end_keys(next, group, true);
+      is_ahead = true;
+    } else {
+      multiply_values<false>(values, pairs, keep);
+    }
+    if (last) release(shared_.empty(tile.v));
+    return is_ahead;
+  }
+
+  // Whether the keys of a tile are there, without waiting for them: their place's use before was
+  // this warp's too.
+  __device__ __forceinline__ bool has_keys(Tile& tile) const {
+    if (!__all_sync(~0u, is_complete(shared_.full(tile.k), tile.k_parity))) return false;
+    tile.live = shared_.live[tile.k];
+    return true;
+  }
+  __device__ __forceinline__ bool is_seen(const Sight& sight, const Tile& tile, int group) const {
+    return (tile.live >> group & 1) != 0 && sight.any(tile.token + group * kGroup);
   }
 
   __device__ __forceinline__ uint32_t group_address(int slot, int group) const {
@@ -132,43 +190,64 @@ class Consumer {
 
   // Keys.
 
-  // scores = keys of 16 tokens times all rows.
-  __device__ __forceinline__ void multiply_keys(uint32_t address, float (&scores)[N][4]) const {
-    float chains[kChains][N][4] = {};
-    address += key_offset_;
+  __device__ __forceinline__ void clear_products() {
 #pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      uint32_t loaded[4];
-      load_matrices(loaded, load_address(address, j));
-      uint32_t operand[Cache::kFragments][4];
-      Cache::keys(operand, loaded);
+    for (int c = 0; c < kChains; ++c) {
 #pragma unroll
-      for (int f = 0; f < Cache::kFragments; ++f) {
-        const int k = j * Cache::kFragments + f;
+      for (int n = 0; n < N; ++n) {
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-          Cache::multiply(chains[k % kChains][n], operand[f], query_.values[k][n][0],
-                          query_.values[k][n][1]);
-        }
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        scores[n][i] = chains[0][n][i];
-        if constexpr (kChains == 2) scores[n][i] += chains[1][n][i];
+        for (int i = 0; i < 4; ++i) products_[c][n][i] = 0;
       }
     }
   }
 
-  __device__ __forceinline__ void scale_tokens(int slot, int group, float (&scores)[N][4]) const {
-    const float* const scales = shared_.token_scale + slot * kTileTokens + group * kGroup;
-    const float scale[2] = {scales[lane_ / 4], scales[lane_ / 4 + 8]};
+  // Keys of 16 tokens times all rows.
+  __device__ __forceinline__ void multiply_keys(uint32_t address) {
+    address += key_offset_;
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) add_keys(address, j);
+  }
+
+  __device__ __forceinline__ void add_keys(uint32_t address, int j) {
+    uint32_t loaded[4];
+    load_matrices(loaded, load_address(address, j));
+    uint32_t operand[Cache::kFragments][4];
+    Cache::keys(operand, loaded);
+#pragma unroll
+    for (int f = 0; f < Cache::kFragments; ++f) {
+      const int k = j * Cache::kFragments + f;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        Cache::multiply(products_[k % kChains][n], operand[f], query_.values[k][n][0],
+                        query_.values[k][n][1]);
+      }
+    }
+  }
+
+  // What else is read of a tile's keys; with the last group their place is free.
+  __device__ __forceinline__ void end_keys(const Tile& tile, int group, bool last) {
+    if (a_.problem.k_scale == ScaleKind::kToken) {
+      const float* const scales = shared_.token_scale + tile.k * kTileTokens + group * kGroup;
+      token_scales_[0] = scales[lane_ / 4];
+      token_scales_[1] = scales[lane_ / 4 + 8];
+    }
+    if (last) release(shared_.empty(tile.k));
+  }
+
+  __device__ __forceinline__ void take_scores(float (&scores)[N][4]) const {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[n][i] *= scale[i / 2];
+      for (int i = 0; i < 4; ++i) {
+        scores[n][i] = products_[0][n][i];
+        if constexpr (kChains == 2) scores[n][i] += products_[1][n][i];
+      }
+    }
+    if (a_.problem.k_scale != ScaleKind::kToken) return;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[n][i] *= token_scales_[i / 2];
     }
   }
 
@@ -229,22 +308,38 @@ class Consumer {
                                                   const uint32_t (&pairs)[N][kPairs], uint2 keep) {
     address += value_offset_;
 #pragma unroll
+    for (int j = 0; j < kLoads; ++j) add_values<Masked>(address, j, pairs, keep);
+  }
+
+  // Values of one group and keys of another.
+  __device__ __forceinline__ void multiply_both(uint32_t values, const uint32_t (&pairs)[N][kPairs],
+                                                uint32_t keys) {
+    values += value_offset_;
+    keys += key_offset_;
+#pragma unroll
     for (int j = 0; j < kLoads; ++j) {
-      uint32_t operand[Cache::kFragments][4];
-      load_values(load_address(address, j), operand);
+      add_keys(keys, j);
+      add_values<false>(values, j, pairs, {});
+    }
+  }
+
+  template <bool Masked>
+  __device__ __forceinline__ void add_values(uint32_t address, int j,
+                                             const uint32_t (&pairs)[N][kPairs], uint2 keep) {
+    uint32_t operand[Cache::kFragments][4];
+    load_values(load_address(address, j), operand);
 #pragma unroll
-      for (int f = 0; f < Cache::kFragments; ++f) {
-        if constexpr (Masked) {
+    for (int f = 0; f < Cache::kFragments; ++f) {
+      if constexpr (Masked) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) operand[f][i] &= i < 2 ? keep.x : keep.y;
-        }
+        for (int i = 0; i < 4; ++i) operand[f][i] &= i < 2 ? keep.x : keep.y;
+      }
 #pragma unroll
-        for (int i = 0; i < kPairs; i += 2) {
+      for (int i = 0; i < kPairs; i += 2) {
 #pragma unroll
-          for (int n = 0; n < N; ++n) {
-            Cache::multiply(rows_.sum[j * Cache::kFragments + f][n], operand[f], pairs[n][i],
-                            pairs[n][i + 1]);
-          }
+        for (int n = 0; n < N; ++n) {
+          Cache::multiply(rows_.sum[j * Cache::kFragments + f][n], operand[f], pairs[n][i],
+                          pairs[n][i + 1]);
         }
       }
     }
@@ -257,12 +352,15 @@ class Consumer {
   RowTokens row_tokens_;
   int token_warp_;  // among the warps of a team that share out the tokens
   int groups_;      // of 16 tokens, of this warp in a tile
-  bool own_tile_;   // the next one is this team's
+  int teams_;       // that take tiles by turns
+  int tile_;        // of the task, the next one that is this team's
   int key_offset_;
   int value_offset_;
   int part_tokens_;
-  Place ring_;
+  Place ring_;  // of the team's next tile, its keys
   Turn turn_;
+  float products_[kChains][N][4];  // of keys, in independent sums
+  float token_scales_[2] = {};
   Query<Cache, D, N> query_;
   Rows<Cache, D, N> rows_;
 };

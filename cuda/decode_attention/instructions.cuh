@@ -122,6 +122,21 @@ __device__ __forceinline__ void copy_bytes(SharedAddress to, const void* from, i
       : "memory");
 }
 
+// Whether wait() would not wait.
+__device__ __forceinline__ bool is_complete(SharedAddress barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // The line that an address is on, into this SM's cache.
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(address) : "memory");

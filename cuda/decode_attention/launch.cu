@@ -119,7 +119,7 @@ cudaError_t launch(const Problem& problem, const Config& config, const Cut& cut,
                           .overlaps_previous = order.after_schedule && order.overlaps};
   status = problem.fp8_cache ? launch_attention<Fp8Cache>(arguments, shape, k_map, v_map, stream)
                              : launch_attention<Bf16Cache>(arguments, shape, k_map, v_map, stream);
-  if (status != cudaSuccess || cut.splits == 1) return status;
+  if (status != cudaSuccess || !may_cut(problem, cut)) return status;
   return launch_combine(arguments, num_sms, order.overlaps, stream);
 }
 

@@ -33,7 +33,8 @@ struct Order {
   bool overlaps;  // each may start while the one before still runs (but the first after others)
 };
 
-// Attention and merge. No extent may be zero.
+// Attention and, where a pair may be cut, merge. No extent may be zero; no length may be more than
+// the page table holds.
 cudaError_t launch(const Problem& problem, const Config& config, const Cut& cut,
                    const Buffers& buffers, const Order& order, cudaStream_t stream);
 

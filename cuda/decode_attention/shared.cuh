@@ -101,6 +101,11 @@ struct Place {
   __device__ __forceinline__ void advance(int size) {
     if (++count == 2 * size) count = 0;
   }
+  // On by several places, at most two rounds.
+  __device__ __forceinline__ void skip(int steps, int size) {
+    count += steps;
+    if (count >= 2 * size) count -= 2 * size;
+  }
   // The place `steps` before, at most `size`.
   __device__ __forceinline__ Place before(int steps, int size) const {
     return {count >= steps ? count - steps : count - steps + 2 * size};

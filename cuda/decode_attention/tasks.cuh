@@ -25,6 +25,10 @@ struct Pieces {
 };
 
 // Used by a whole warp. Lengths are read 32 at a time.
+//
+// Pieces that exist are counted by sequence, then part, then head, and a CTA takes every
+// gridDim-th. Numbers that stood for the most pieces of every pair would leave most CTAs without
+// work where pairs are short: with 4 of them for one piece each, only every fourth CTA had some.
 class TaskWalk {
  public:
   __device__ TaskWalk(const Arguments& a, int lane) : a_(a), lane_(lane) {
@@ -50,7 +54,7 @@ class TaskWalk {
     }
   }
   __device__ bool exists() const {
-    if (a_.cut.splits > 0) return piece_ < pieces();
+    if (a_.cut.splits > 0) return piece_ < counted_;
     return pairs_left_ > 0 || (pairs_left_ == 0 && tile_ < last_tile_);
   }
   __device__ int sequence() const { return min(sequence_, a_.problem.batch - 1); }
@@ -84,24 +88,40 @@ class TaskWalk {
     return task;
   }
 
-  __device__ int pieces() const { return a_.problem.batch * a_.problem.kv_heads * a_.cut.splits; }
+  // Goes on to the sequences among which the next piece is; `piece_` stays at or above `counted_`
+  // where there is none.
   __device__ void find_piece() {
 #pragma unroll 1
-    for (; piece_ < pieces(); piece_ += static_cast<int>(gridDim.x)) {
-      const int pair = a_.by_splits.divide(piece_);
-      take_pair(pair);
-      ask_length();
-      const Pieces cut(tiles_of(asked_length()), a_);
-      if (piece_ - pair * a_.cut.splits < cut.count) return;
+    while (piece_ >= counted_ && cached_ + kWarpSize < a_.problem.batch) count_pieces();
+    if (!exists()) return;
+    const int own = __popc(__ballot_sync(~0u, ends_ <= piece_));  // lane of its sequence
+    sequence_ = cached_ + own;
+    const Pieces cut(tiles_of(asked_length()), a_);
+    const int within = piece_ - __shfl_sync(~0u, ends_, own) + cut.count * a_.problem.kv_heads;
+    part_ = a_.by_heads.divide(within);
+    head_ = within - part_ * a_.problem.kv_heads;
+  }
+  // Of the next 32 sequences.
+  __device__ void count_pieces() {
+    cached_ += kWarpSize;
+    read_lengths();
+    const Pieces cut(tiles_of(max(lengths_, 0)), a_);
+    int sum = cached_ + lane_ < a_.problem.batch ? cut.count * a_.problem.kv_heads : 0;
+#pragma unroll
+    for (int step = 1; step < kWarpSize; step *= 2) {
+      const int below = __shfl_up_sync(~0u, sum, step);
+      if (lane_ >= step) sum += below;
     }
+    ends_ = counted_ + sum;
+    counted_ = __shfl_sync(~0u, ends_, kWarpSize - 1);
   }
   __device__ Task next_piece() {
-    const int pair = a_.by_splits.divide(piece_);
     const int length = asked_length();
     const int tiles = tiles_of(length);
     const Pieces cut(tiles, a_);
-    const int start = (piece_ - pair * a_.cut.splits) * cut.tiles;
-    const int slot = cut.count == 1 ? -1 : piece_;
+    const int start = part_ * cut.tiles;
+    const int pair = sequence_ * a_.problem.kv_heads + head_;
+    const int slot = cut.count == 1 ? -1 : pair * a_.cut.splits + part_;
     piece_ += static_cast<int>(gridDim.x);
     return make(length, start, min(tiles - start, cut.tiles), slot);
   }
@@ -123,7 +143,10 @@ class TaskWalk {
   __device__ void ask_length() {
     if (sequence_ >= cached_ && sequence_ < cached_ + kWarpSize) return;
     cached_ = sequence_;
-    lengths_ = a_.kv_lens[min(sequence_ + lane_, a_.problem.batch - 1)];
+    read_lengths();
+  }
+  __device__ void read_lengths() {
+    lengths_ = a_.kv_lens[min(cached_ + lane_, a_.problem.batch - 1)];
   }
   __device__ int asked_length() const {
     return max(__shfl_sync(~0u, lengths_, sequence_ - cached_), 0);
@@ -133,10 +156,13 @@ class TaskWalk {
   int lane_;
   int sequence_ = 0;
   int head_ = 0;
-  int tile_ = 0;        // where the next task starts
-  int pairs_left_ = 0;  // after the current one, up to the span's end
-  int last_tile_ = 0;   // where the span ends in its last pair
-  int piece_ = 0;
+  int tile_ = 0;             // where the next task starts
+  int pairs_left_ = 0;       // after the current one, up to the span's end
+  int last_tile_ = 0;        // where the span ends in its last pair
+  int piece_ = 0;            // the next one, counted over all sequences
+  int part_ = 0;             // of its pair
+  int ends_ = 0;             // pieces up to this lane's sequence, with it
+  int counted_ = 0;          // and up to lane 31's
   int cached_ = -kWarpSize;  // sequence of lane 0's length
   int lengths_ = 0;
 };

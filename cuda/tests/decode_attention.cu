@@ -5,6 +5,8 @@
 //   decode_attention check races tiny ones that racecheck can judge: see reuses_memory
 //   decode_attention time [tp8]  the recorded baselines' mixes (tp8: of one KV head only), cold
 //                                caches; the practical floor is 4 us + bytes / 4.5 TB/s
+//   decode_attention splits [tp8]  the same cut by splits instead of a schedule: whole, into eight,
+//                                and both static cuts
 //   decode_attention tune [tp8]  the same with other rings, numbers of CTAs, costs and cuts
 //
 // Built by `make kernel-tests`.
@@ -12,6 +14,7 @@
 #include <cstring>
 #include <string>
 
+#include "decode_balance.cuh"
 #include "decode_problem.cuh"
 
 namespace {
@@ -237,7 +240,16 @@ int check(const std::string& which) {
     if (++failures <= 12)
       std::cout << "case " << i << ": " << name_of(c) << ": " << failure << "\n";
   }
-  std::cout << count - failures << " passed, " << failures << " failed" << std::endl;
+  int checked = count;
+  if (which.empty()) {
+    for (const std::string& failure : balance_failures()) {
+      ++checked;
+      if (failure.empty()) continue;
+      ++failures;
+      std::cout << failure << "\n";
+    }
+  }
+  std::cout << checked - failures << " passed, " << failures << " failed" << std::endl;
   return failures == 0 ? 0 : 1;
 }
 
@@ -282,7 +294,7 @@ void time_mix(const Mix& mix, int kv_heads, bool fp8, const std::vector<Variant>
   p.fp8_query = fp8;
   if (fp8) p.k_scale = p.v_scale = ScaleKind::kTensor;
   std::mt19937 random(1);
-  DeviceArray<int> table(make_table(p, host_lengths, false, random));
+  DeviceArray<int> table(make_table(p, host_lengths, false, random, 0));
   DeviceArray<int> lengths(host_lengths);
   const size_t rows = size_t(p.batch) * p.group * kv_heads;
   const size_t cache = size_t(p.pages) * kv_heads * p.page_size * p.head_dim;  // elements
@@ -374,6 +386,14 @@ int main(int argc, char** argv) {
     time_all({{"us"}}, option != "tp8");
     return 0;
   }
+  if (command == "splits") {
+    time_all({{"whole", {}, {0, 1, 1}},
+              {"8", {}, {0, 8, 1}},
+              {"4 of 4096", {}, {0, 4, 64}},
+              {"16 of 512", {}, {0, 16, 8}}},
+             option != "tp8");
+    return 0;
+  }
   if (command == "tune") {
     time_all({{"us"},
               {"ring 64/64", {}, {}, 64, 64},
@@ -384,11 +404,10 @@ int main(int argc, char** argv) {
               {"floor 32", {.floor = 32}},
               {"floor 16", {.floor = 16}},
               {"floor 20", {.floor = 20}},
-              {"cut all", {.whole = 0}},
               {"split 1", {}, {0, 1, 1}}},
              option != "tp8");
     return 0;
   }
-  std::cerr << "usage: decode_attention check [small | races] | time [tp8] | tune [tp8]\n";
+  std::cerr << "usage: decode_attention check [small | races] | time | splits | tune [tp8]\n";
   return 2;
 }

@@ -127,7 +127,6 @@ struct Schedule {
 struct Costs {
   int task = 0;                              // 0: the problem's own
   int floor = decode_schedule::kMinCtaCost;  // of a CTA
-  int whole = decode_schedule::kWholeTiles;
 };
 
 // The schedule by its definition, for axes that fit int32 (then no cost is rounded).
@@ -146,7 +145,7 @@ inline Schedule schedule_on_host(const decode_schedule::Problem& p, const std::v
       tiles.push_back(count);
     }
   }
-  const bool cuts = *std::max_element(tiles.begin(), tiles.end()) > costs.whole;
+  const bool cuts = *std::max_element(tiles.begin(), tiles.end()) > decode_schedule::kWholeTiles;
   const int64_t working = std::clamp<int64_t>(end / costs.floor, 1, p.num_ctas);
   Schedule s;
   for (int64_t i = 0; i <= p.num_ctas; ++i) {

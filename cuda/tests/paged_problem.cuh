@@ -59,14 +59,15 @@ static __global__ void fill_tokens(Problem p, void* pages, const int* table, con
   }
 }
 
-// Page ids in random order; garbage beyond the length, and in holes.
+// Page ids in random order; garbage beyond the length, and in holes. The longest sequence leaves
+// `spare` entries.
 template <class Problem>
 std::vector<int> make_table(Problem& p, const std::vector<int>& lengths, bool holes,
-                            std::mt19937& random) {
+                            std::mt19937& random, int spare = 1) {
   int pages = 0;
   for (const int length : lengths) {
     const int count = (std::max(length, 0) + p.page_size - 1) / p.page_size;
-    p.table_width = std::max(p.table_width, count + 1);
+    p.table_width = std::max(p.table_width, count + spare);
     pages += count;
   }
   p.pages = pages + 2;

@@ -254,6 +254,24 @@ def test_splits_do_not_depend_on_the_batch(rng: np.random.Generator) -> None:
         assert_bitwise(own_lse[0], lse[b])
 
 
+def test_splits_do_not_depend_on_what_a_cta_did_before(rng: np.random.Generator) -> None:
+    """More pieces than CTAs: a task begins with either team of warps, by the tasks before it."""
+    lens = rng.integers(1, 900, 150)
+    problem = make_problem(
+        rng, lens.tolist(), num_kv_heads=2, head_dim=128, page_size=64, width=15, dtype=BF16
+    )
+    q = rng.normal(0, 1, (len(lens), 1, 8, 128)).astype(BF16)
+    together, lse = run(problem, q, num_splits=2)
+    for b in range(100, 110):
+        one = slice(b, b + 1)
+        alone = Problem(
+            problem.k_pages, problem.v_pages, problem.page_table[one], problem.kv_lens[one]
+        )
+        out, own_lse = run(alone, q[one], num_splits=2)
+        assert_bitwise(out[0], together[b])
+        assert_bitwise(own_lse[0], lse[b])
+
+
 def test_query_is_quantised_as_outside(rng: np.random.Generator) -> None:
     problem = make_problem(
         rng, [300, 5], num_kv_heads=1, head_dim=128, page_size=16, width=20, dtype=E4M3

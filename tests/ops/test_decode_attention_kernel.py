@@ -131,6 +131,12 @@ def test_no_kernel_says_why(args: Any, words: str) -> None:
         jax.eval_shape(call, *args)
 
 
+def test_more_pieces_than_the_kernel_counts() -> None:
+    call = functools.partial(decode_attention, num_splits=2**28, implementation="cuda")
+    with pytest.raises(NotImplementedError, match="Hkv must be at most 1073741824"):
+        jax.eval_shape(call, *arguments())
+
+
 @pytest.mark.parametrize("cache_dtype", [BF16, E4M3], ids=["bf16", "fp8"])
 def test_a_decode_step_makes_one_schedule_for_all_layers(cache_dtype: Any) -> None:
     """In the loop's body, once each: the schedule, and an attention on it for every layer."""

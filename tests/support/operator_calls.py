@@ -87,10 +87,16 @@ def _pages(
 
 
 def _decode_attention(
-    rng: np.random.Generator, dim: int = 16, dtype: Any = jnp.float32, **options: Any
+    rng: np.random.Generator,
+    dim: int = 16,
+    dtype: Any = jnp.float32,
+    width: int = 40,
+    **options: Any,
 ) -> Call:
+    """A page table of 40 entries holds sequences that a kernel would cut."""
     k, v = _pages(rng, 4, dim, dtype)
     table, lens = _integers([[0, 3], [5, -1], [1, 2]]), _integers([20, 7, 0])
+    table = jnp.pad(table, ((0, 0), (0, width - 2)), constant_values=-1)
 
     def run(x: Any, rest: Any, implementation: Any = "auto") -> Any:
         return jax_hpc.decode_attention(x, *rest, **options, implementation=implementation)
@@ -302,6 +308,8 @@ _PATHS = {
         "fp8 cache": _fp8_decode_attention,
         "four splits": functools.partial(_decode_attention_kernel, launches=2, num_splits=4),
         "uncut": functools.partial(_decode_attention_kernel, launches=1, num_splits=1),
+        "short page table": functools.partial(_decode_attention_kernel, launches=2, width=2),
+        "short window": functools.partial(_decode_attention_kernel, launches=2, window=448),
     },
     "fused_moe": {
         "bf16": functools.partial(_moe_kernel, is_bf16=True),

@@ -16,8 +16,10 @@ from jax_hpc.ops.decode_attention.signature import Operands, Params, shape_rule
 _HEAD_DIMS = (64, 128)
 _PAGE_SIZES = (16, 32, 64, 128)
 _MOST_ROWS = 128
-_MOST = 2**31 - 1
-"""The kernel counts tiles of pages and partial results in 32-bit integers."""
+_MOST_TILES = 2**31 - 1
+"""Tiles of pages are coordinates of 32 bits."""
+_MOST_PIECES = 2**30
+"""As kMostPieces of cuda/decode_attention/launch.cu."""
 
 
 def _unsupported(operands: Operands, params: Params) -> str | None:
@@ -38,9 +40,10 @@ def _unsupported(operands: Operands, params: Params) -> str | None:
     makes_schedule = operands.schedule is None and cut.splits == 0
     if makes_schedule and batch > schedule_heuristics.MAX_BATCH:
         return f"B must be at most {schedule_heuristics.MAX_BATCH}, got {batch}"
-    slots = heuristics.workspace_slots(cut, batch=batch, num_kv_heads=num_kv_heads)
-    if max(num_pages * num_kv_heads, batch * num_kv_heads, slots) > _MOST:
-        return f"P * Hkv, B * Hkv and num_splits * B * Hkv must be at most {_MOST}"
+    if num_pages * num_kv_heads > _MOST_TILES:
+        return f"P * Hkv must be at most {_MOST_TILES}"
+    if batch * num_kv_heads * max(cut.splits, 1) > _MOST_PIECES:
+        return f"B * Hkv and num_splits * B * Hkv must be at most {_MOST_PIECES}"
     return None
 
 
