@@ -153,8 +153,9 @@ __host__ __device__ constexpr int row_gate_up_parts(const Problem& p) {
   return kRowCluster * ceil_div(p.inter, kRowCluster * kWideColumns);
 }
 
-// Grid: any number of clusters, which share the tasks. A CTA may end before the other: each warp has
-// then received all that is sent to it, for the warps that exchange have the same tasks and tokens.
+// Grid: any number of clusters, which share the tasks. A CTA may end before the other: each warp
+// has then received all that is sent to it, for the warps that exchange have the same tasks and
+// tokens.
 static __global__ void __launch_bounds__(kRowThreads, 1)
     wide_row_gate_up_kernel(const __grid_constant__ Problem p, const __grid_constant__ WideGateUp a,
                             const __grid_constant__ CUtensorMap weight_map,
