@@ -26,8 +26,8 @@ __device__ __forceinline__ void ask_early(const Problem& p, const Index& index, 
   const auto cta = static_cast<int>(blockIdx.x);
   const int unit = cta / parts;
   const int units = ceil_div(static_cast<int>(gridDim.x), parts);
-  const int expert = local_expert(p.experts, __ldg(index.topk_ids + unit * num_pairs(p) / units),
-                                  __ldg(index.expert_offset));
+  const int expert = local_expert(p.experts, __ldcg(index.topk_ids + unit * num_pairs(p) / units),
+                                  __ldcg(index.expert_offset));
   if (expert < 0) return;
   const int count = min(turns, kEarlyBytes / (CtasOfSm * TurnBytes));
 #pragma unroll 1
