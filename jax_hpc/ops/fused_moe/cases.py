@@ -20,7 +20,7 @@ CASES = (
     Case("qwen3-tp8", experts=128, k=8, hidden=4096, inter=192),
     Case("qwen3-ep8", experts=16, k=8, hidden=4096, inter=1536),
     Case("qwen3-30b-tp1", experts=128, k=8, hidden=2048, inter=768),
-    Case("deepseek-v3-ep32", experts=8, k=8, hidden=7168, inter=2048),
+    Case("deepseek-v3-ep8", experts=32, k=8, hidden=7168, inter=2048),
     Case("longcat-ep8", experts=64, k=12, hidden=6144, inter=2048),
     Case("longcat-lite-tp8", experts=256, k=12, hidden=3072, inter=128),
 )
