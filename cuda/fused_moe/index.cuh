@@ -17,10 +17,23 @@ namespace jax_hpc::fused_moe {
 constexpr int kWords = kMostExperts / 2;  // two counts of 16 bits each
 constexpr int kScanWarps = kWords / kWarpSize;
 static_assert(kPairsOfOne < 1 << 16 && kPairsOfSegment < 1 << 16);
+static_assert(kPairsOfCluster % (kSortingCluster * kWarpSize) == 0);
 static_assert(kMostExperts <= 1 << kExpertBits);
 
 // Of a tile, no power of two.
 constexpr int kMostUnevenRows = kMostTileRows - 1;
+
+constexpr int sorting_ctas(const Problem& p) {
+  if (sorting_of(p) == Sorting::kSegments) return num_segments(p);
+  return sorting_of(p) == Sorting::kCluster ? kSortingCluster : 1;
+}
+// Pairs of each of them. Those of a cluster have whole rounds of a warp, the last ones maybe none.
+constexpr int share_of(const Problem& p) {
+  if (sorting_of(p) == Sorting::kSegments) return segment_tokens(p) * p.top_k;
+  const auto pairs = static_cast<int>(num_pairs(p));
+  if (sorting_of(p) == Sorting::kOne) return pairs;
+  return blocks_of(pairs, kSortingCluster * kWarpSize) * kWarpSize;
+}
 
 // What the kernels of the index need to know, as the host works it out.
 struct Plan {
@@ -28,7 +41,6 @@ struct Plan {
   int words;  // of counts: half of the experts
   int experts;
   int ctas;
-  int tokens_of_cta;
   int pairs_of_cta;
   int rounds;  // pairs of a thread
   int tile_rows;
@@ -40,14 +52,14 @@ struct Plan {
       : pairs(static_cast<int>(num_pairs(p))),
         words(blocks_of(p.experts, 2)),
         experts(p.experts),
-        ctas(has_segments(p, config) ? num_segments(p) : 1),
-        tokens_of_cta(ctas == 1 ? p.tokens : segment_tokens(p)),
-        pairs_of_cta(tokens_of_cta * p.top_k),
+        ctas(sorting_ctas(p)),
+        pairs_of_cta(share_of(p)),
         rounds(blocks_of(pairs_of_cta, threads)),
         tile_rows(config.tile_rows),
         tile_reciprocal(static_cast<uint32_t>(((int64_t{1} << 32) + tile_rows - 1) / tile_rows)),
-        arrivals(p.format == Format::kBlock ? max_tiles(p, config) * blocks_of(p.inter, kBlock)
-                                            : 0),
+        arrivals(p.format == Format::kBlock && !config.is_wide
+                     ? max_tiles(p, config) * blocks_of(p.inter, kBlock)
+                     : 0),
         top_k_reciprocal(static_cast<uint32_t>(((int64_t{1} << 31) + p.top_k - 1) / p.top_k)) {}
 
   __device__ int token_of(int pair) const {
