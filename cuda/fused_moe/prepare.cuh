@@ -18,7 +18,7 @@ static_assert(kPairsOfOne <= kOneRounds * kOneThreads);
 constexpr int kClusterWarps = 16;
 constexpr int kClusterThreads = kClusterWarps * kWarpSize;
 constexpr int kClusterRounds = kPairsOfCluster / (kSortingCluster * kClusterThreads);
-constexpr int kClusterCtasOfSm = 3;  // as registers allow: most of the CTAs quantise
+constexpr int kClusterCtasOfSm = 4;  // most of the CTAs quantise, and then find room at once
 constexpr int kCountThreads = 256;
 constexpr int kPlaceWarps = 16;
 constexpr int kPlaceThreads = kPlaceWarps * kWarpSize;
@@ -67,25 +67,27 @@ __device__ __forceinline__ void send_counts(const ClusterCounts& counts, int wor
                                             uint32_t counted) {
   const SharedAddress place = shared_address(&counts.of_cta[blockIdx.x][word]);
   const SharedAddress arrived = shared_address(&counts.arrived);
-#pragma unroll
+#pragma unroll 2
   for (int cta = 0; cta < kSortingCluster; ++cta) {
     send(address_in_cluster(place, cta), counted, address_in_cluster(arrived, cta));
   }
 }
 
-// Of one word, once all have come.
+// Of one word, once all have come. Sums of two experts at once: none has as many pairs as 2^16.
 __device__ __forceinline__ Counts receive_counts(const ClusterCounts& counts, int word) {
   wait_for_cluster(shared_address(&counts.arrived), 0);
-  Counts sum{};
+  uint32_t all = 0;
+  uint32_t before = 0;
 #pragma unroll
   for (int cta = 0; cta < kSortingCluster; ++cta) {
-    const Counts theirs = unpacked(counts.of_cta[cta][word]);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      sum.all[i] += theirs.all[i];
-      if (cta < static_cast<int>(blockIdx.x)) sum.before[i] += theirs.all[i];
-    }
+    const uint32_t theirs = counts.of_cta[cta][word];
+    all += theirs;
+    if (cta < static_cast<int>(blockIdx.x)) before += theirs;
   }
+  Counts sum = unpacked(all);
+  const Counts sum_before = unpacked(before);
+  sum.before[0] = sum_before.all[0];
+  sum.before[1] = sum_before.all[1];
   return sum;
 }
 
