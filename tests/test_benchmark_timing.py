@@ -128,9 +128,9 @@ def test_state_is_updated_in_place():
 
 def test_layers_are_cold_and_many():
     assert timing.num_layers(3_154_688) == 64
-    assert timing.num_layers(10**9) == timing.MIN_LAYERS == 32
-    assert timing.num_layers(2 * 10**9) == 16
-    assert timing.num_layers(10**10) == timing.FEWEST_LAYERS == 8
+    assert timing.num_layers(10**8) == timing.MIN_LAYERS == 32
+    assert timing.num_layers(5 * 10**8) == 12
+    assert timing.num_layers(10**9) == timing.FEWEST_LAYERS == 8
 
 
 def test_tiny_operands_do_not_make_a_program_of_thousands_of_layers():

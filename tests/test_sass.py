@@ -83,6 +83,7 @@ FORBIDDEN = {
     "prologue_kernel": ("LDL", "STL", "BAR.SYNC", " ST.E"),  # stores of no known memory
     "wide_gate_up_kernel": ("MEMBAR",),
     "wide_down_kernel": ("MEMBAR",),
+    "wide_row_gate_up_kernel": ("MEMBAR",),
     "wide_row_down_kernel": ("MEMBAR",),
 }
 # Bytes of stack that an instance may have, where ptxas runs out of registers for a few values.

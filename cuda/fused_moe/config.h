@@ -69,7 +69,13 @@ struct Config {
   // The products for many rows an expert (wide.cuh): tiles of a multiple of 32 rows, up to 192, of
   // kBf16 256, and of kBlock a multiple of 64, with blocks of 128 rows.
   bool is_wide = false;
+  // The reduction lets the L2 cache forget the experts' outputs that it has read, where they are
+  // whole lines, instead of writing them back to memory.
+  bool discards_outputs = false;
 };
+
+// Of an expert's outputs, as down leaves them: float32 of bf16 experts, else bf16.
+constexpr int output_bytes(Format format) { return format == Format::kBf16 ? 4 : 2; }
 
 // A row is a (token, choice) pair whose expert lives on this rank. Rows are ordered by expert, and
 // within an expert by pair index token * top_k + choice, without gaps. A tile is up to

@@ -6,6 +6,7 @@
 // another piece of the hidden axis, with the tokens' rows of that piece.
 #pragma once
 
+#include "fused_moe/early.cuh"
 #include "fused_moe/gate_up_copies.cuh"
 #include "fused_moe/gate_up_results.cuh"
 
@@ -162,6 +163,14 @@ __global__ void __launch_bounds__(GateUpShape<TileRows, Pieces, format>::kThread
     fence_barrier_init();
   }
   __syncthreads();
+  const int parts = ceil_div(p.inter, Shape::kColumns);
+  const int turns = ceil_div(p.hidden * value_bytes(format), Shape::kTurnBytes);
+  if constexpr (Pieces == 1) {
+    if (few == nullptr && warp == Shape::kWeightWarp && elect_one()) {
+      ask_early<Shape::kCtasOfSm, Shape::kRowsAt>(p, arrays.index, turns, parts,
+                                                  Shape::kColumns / kGroupRows, &map);
+    }
+  }
   // Weights, and the index of few pairs, do not depend on the kernel before. Tokens do where it
   // quantises them; else one of the other warps waits, so that the next kernel may start.
   constexpr int kWaitingWarp = format == Format::kBf16 ? 0 : Shape::kRowWarp;
@@ -169,9 +178,8 @@ __global__ void __launch_bounds__(GateUpShape<TileRows, Pieces, format>::kThread
     wait_for_previous_kernel();
     let_next_kernel_start();
   }
-  const TaskWalk walk(arrays.index, few, ceil_div(p.inter, Shape::kColumns),
-                      static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-  const int turns = ceil_div(p.hidden * value_bytes(format), Shape::kTurnBytes);
+  const TaskWalk walk(arrays.index, few, parts, static_cast<int>(blockIdx.x),
+                      static_cast<int>(gridDim.x));
   if (warp == Shape::kWeightWarp) {
     if (elect_one()) copy_gate_up<Shape>(memory, p, walk, turns, &map);
   } else if (warp == Shape::kRowWarp) {

@@ -89,18 +89,29 @@ inline int choose_wide_rows(const Problem& p, int num_sms) {
   return spare > 0 && spare * spare >= 4 * mean ? 128 : kWideMostRows;
 }
 
-inline Config choose(const Problem& p, int num_sms) {
+// Pairs whose expert lives on this rank.
+inline int64_t own_pairs(const Problem& p) {
+  const int sharing = sharing_experts(p);
+  return (num_pairs(p) * p.experts + sharing - 1) / sharing;
+}
+
+inline Config choose_products(const Problem& p, int num_sms) {
   constexpr int kTaskColumns = kWeightRows / 2;
   const int wide_rows = choose_wide_rows(p, num_sms);
   if (wide_rows > 0) return wide_config(wide_rows);
   Config config{.tile_rows = choose_tile_rows(p), .gate_up_pieces = 1};
-  const int sharing = sharing_experts(p);
-  const int64_t own_pairs = (num_pairs(p) * p.experts + sharing - 1) / sharing;
-  const int64_t busy_experts = std::min<int64_t>(own_pairs, p.experts);
+  const int64_t busy_experts = std::min<int64_t>(own_pairs(p), p.experts);
   const int64_t tasks = busy_experts * blocks_of(p.inter, kTaskColumns);
   const bool has_pieces = config.tile_rows == 8 && p.format != Format::kBlock &&
                           p.hidden * value_bytes(p.format) % kStageRow == 0;
   if (has_pieces && tasks < num_sms) config.gate_up_pieces = 4;
+  return config;
+}
+
+inline Config choose(const Problem& p, int num_sms) {
+  constexpr int64_t kLeastDiscarded = int64_t{8} << 20;  // bytes; fewer are written back in no time
+  Config config = choose_products(p, num_sms);
+  config.discards_outputs = own_pairs(p) * p.hidden * output_bytes(p.format) >= kLeastDiscarded;
   return config;
 }
 

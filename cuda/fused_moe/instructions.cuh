@@ -115,6 +115,12 @@ __device__ __forceinline__ unsigned load_shared_word(SharedAddress from) {
   return value;
 }
 
+// What a line of the L2 cache holds need not be written back to memory, and is no longer defined.
+constexpr int kLineBytes = 128;
+__device__ __forceinline__ void discard_line(const void* line) {
+  asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
+}
+
 // Keeps uses of a register behind the wait for the product that writes it.
 __device__ __forceinline__ void hold(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 

@@ -111,8 +111,8 @@ TokenRows prepared_rows(const Problem& problem, const Config& config, const Arra
   return {sorted.values, sorted.scale};
 }
 
-cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool overlaps,
-                          cudaStream_t stream) {
+cudaError_t launch_reduce(const Problem& problem, const Config& config, const Arrays& arrays,
+                          bool overlaps, cudaStream_t stream) {
   const LaunchShape shape{
       .grid = dim3(static_cast<unsigned>(problem.tokens),
                    static_cast<unsigned>(ceil_div(problem.hidden, kReduceThreads * kReduceValues))),
@@ -122,7 +122,11 @@ cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool ove
   const bool has_few = problem.top_k <= kFew;
   auto kernel = has_few ? reduce_kernel<kFew, false> : reduce_kernel<2 * kFew, false>;
   if (problem.format == Format::kBf16) kernel = reduce_kernel<kFew, true>;
-  return launch_kernel(kernel, shape, stream, problem, arrays);
+  const int64_t row_bytes = int64_t{problem.hidden} * output_bytes(problem.format);
+  const bool discards =
+      config.discards_outputs && row_bytes % kLineBytes == 0 &&
+      reinterpret_cast<uintptr_t>(arrays.workspace.rows.outputs) % kLineBytes == 0;
+  return launch_kernel(kernel, shape, stream, problem, arrays, discards);
 }
 
 cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,
@@ -138,7 +142,7 @@ cudaError_t launch(const Problem& problem, const Config& config, const Arrays& a
   if (status == cudaSuccess) {
     status = launch_down(problem, config, index, arrays.weights, w.rows, overlaps, num_sms, stream);
   }
-  if (status == cudaSuccess) status = launch_reduce(problem, arrays, overlaps, stream);
+  if (status == cudaSuccess) status = launch_reduce(problem, config, arrays, overlaps, stream);
   return status;
 }
 

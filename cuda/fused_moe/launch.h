@@ -112,7 +112,7 @@ cudaError_t launch_prepare(const Problem& problem, const Config& config, const A
                            bool overlaps, cudaStream_t stream);
 // The rows of x that gate-up reads, once they are prepared.
 TokenRows prepared_rows(const Problem& problem, const Config& config, const Arrays& arrays);
-cudaError_t launch_reduce(const Problem& problem, const Arrays& arrays, bool overlaps,
-                          cudaStream_t stream);
+cudaError_t launch_reduce(const Problem& problem, const Config& config, const Arrays& arrays,
+                          bool overlaps, cudaStream_t stream);
 
 }  // namespace jax_hpc::fused_moe

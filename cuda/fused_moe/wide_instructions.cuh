@@ -1,5 +1,5 @@
-// Instructions of the wide products: the weights' copies, a cluster's barrier, and results on their
-// way through shared memory.
+// Instructions of the wide products: the weights' copies, and results on their way through shared
+// memory.
 #pragma once
 
 #include <cuda.h>
@@ -20,10 +20,6 @@ __device__ __forceinline__ void copy_wide_weights(SharedAddress to, const CUtens
       ".L2::cache_hint [%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;" ::"r"(to),
       "l"(map), "r"(barrier), "r"(x), "r"(0), "r"(group), "r"(expert), "l"(policy)
       : "memory");
-}
-
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
 // Turns over the bytes of four lanes that lie 4 apart, of which this one is `lane`: byte i of lane

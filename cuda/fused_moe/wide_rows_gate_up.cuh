@@ -147,20 +147,15 @@ __device__ __forceinline__ void copy_gate_up_scales(const WideMemory& memory, co
   }
 }
 
-// By all threads: from now on the cluster's other CTA may be reached, or no longer.
-__device__ __forceinline__ void meet_cluster() {
-  __syncwarp();
-  cluster_arrive();
-  cluster_wait();
-}
-
 // Columns of a tile are cut into an even number of parts, of which the last may be empty: the CTAs
 // of a cluster, neighbours among an even number of CTAs, have neighbouring parts of the same tile.
 __host__ __device__ constexpr int row_gate_up_parts(const Problem& p) {
   return kRowCluster * ceil_div(p.inter, kRowCluster * kWideColumns);
 }
 
-// Grid: any number of clusters, which share the tasks.
+// Grid: any number of clusters, which share the tasks. A CTA may end before the other: each warp
+// has then received all that is sent to it, for the warps that exchange have the same tasks and
+// tokens.
 static __global__ void __launch_bounds__(kRowThreads, 1)
     wide_row_gate_up_kernel(const __grid_constant__ Problem p, const __grid_constant__ WideGateUp a,
                             const __grid_constant__ CUtensorMap weight_map,
@@ -176,7 +171,9 @@ static __global__ void __launch_bounds__(kRowThreads, 1)
     }
     memory.init(2 + kScaleArrivals, kRowConsumerWarps);
   }
-  meet_cluster();
+  __syncwarp();
+  cluster_arrive_relaxed();
+  cluster_wait();
   // The index and the sorted rows were written just now.
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -197,7 +194,6 @@ static __global__ void __launch_bounds__(kRowThreads, 1)
     take_registers<kRowConsumerRegisters>();
     multiply_row_gate_up(memory, p, a, walk, turns);
   }
-  meet_cluster();
 }
 
 }  // namespace jax_hpc::fused_moe

@@ -7,6 +7,7 @@
 //                                caches; the practical floor is 4 us + bytes / 4.5 TB/s
 //   decode_attention splits [tp8]  the same cut by splits instead of a schedule: whole, into eight,
 //                                and both static cuts
+//   decode_attention sweep       other groups, head sizes, query lengths, page sizes and batches
 //   decode_attention tune [tp8]  the same with other rings, numbers of CTAs, costs and cuts
 //
 // Built by `make kernel-tests`.
@@ -16,6 +17,7 @@
 
 #include "decode_balance.cuh"
 #include "decode_problem.cuh"
+#include "decode_timing.cuh"
 
 namespace {
 
@@ -31,20 +33,6 @@ struct Case {
   bool sinks;
   bool holes;  // page ids outside the pool within the length
 };
-
-Problem make_problem(int batch, int q_len, int group, int kv_heads, int head_dim, int page_size,
-                     bool fp8) {
-  Problem p{};
-  p.batch = batch;
-  p.q_len = q_len;
-  p.group = group;
-  p.kv_heads = kv_heads;
-  p.head_dim = head_dim;
-  p.page_size = page_size;
-  p.fp8_cache = fp8;
-  p.scale = 1 / std::sqrt(static_cast<float>(head_dim));
-  return p;
-}
 
 // Why a case fails; empty when it does not.
 std::string failure_of(Case c, uint32_t seed) {
@@ -253,128 +241,6 @@ int check(const std::string& which) {
   return failures == 0 ? 0 : 1;
 }
 
-// Times.
-
-struct Variant {
-  std::string name;
-  Costs costs = {};
-  Cut split = {};  // instead of a schedule, where splits > 0
-  int ring = 0;    // KiB, instead of what is chosen, for short tasks and for long ones
-  int long_ring = 0;
-};
-
-jax_hpc::decode_attention::Config with_ring(const Problem& p,
-                                            jax_hpc::decode_attention::Config config, int kibibytes,
-                                            int long_kibibytes) {
-  const int slot = 64 * p.head_dim * (p.fp8_cache ? 1 : 2);
-  const int step = config.team_warps < jax_hpc::decode_attention::kWarps ? 4 : 1;
-  const auto count = [&](int kib) { return std::max(kib * 1024 / slot / step * step, step); };
-  const int slots = std::min(count(kibibytes), jax_hpc::decode_attention::kMostSlots);
-  config.shared_bytes += (slots - config.slots) * slot;
-  config.slots = slots;
-  config.long_slots = std::min(slots, count(long_kibibytes));
-  return config;
-}
-
-int num_sms() {
-  int count = 0;
-  require(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0), "device 0");
-  return count;
-}
-
-// Layers with caches of their own, more than 200 MB of them, and the time of one for each variant.
-void time_mix(const Mix& mix, int kv_heads, bool fp8, const std::vector<Variant>& variants) {
-  std::vector<int> host_lengths;
-  size_t tokens = 0;
-  for (const auto& [count, length] : mix.groups) {
-    host_lengths.insert(host_lengths.end(), count, length);
-    tokens += size_t(count) * length;
-  }
-  Problem p = make_problem(static_cast<int>(host_lengths.size()), 1, 8, kv_heads, 128, 64, fp8);
-  p.fp8_query = fp8;
-  if (fp8) p.k_scale = p.v_scale = ScaleKind::kTensor;
-  std::mt19937 random(1);
-  DeviceArray<int> table(make_table(p, host_lengths, false, random, 0));
-  DeviceArray<int> lengths(host_lengths);
-  const size_t rows = size_t(p.batch) * p.group * kv_heads;
-  const size_t cache = size_t(p.pages) * kv_heads * p.page_size * p.head_dim;  // elements
-  const double bytes = 2.0 * tokens * kv_heads * p.head_dim * (fp8 ? 1 : 2);
-  const int layers = std::max(3, static_cast<int>(220e6 / bytes) + 1);
-  DeviceArray<uint8_t> k(cache * layers * (fp8 ? 1 : 2));
-  DeviceArray<uint8_t> v(k.size());
-  DeviceArray<uint16_t> q(rows * p.head_dim * layers);
-  DeviceArray<uint16_t> out(q.size());
-  DeviceArray<float> scale(rows);
-  fill_values<<<1024, 256>>>(k.data(), cache * layers, 1, 1, fp8);
-  fill_values<<<1024, 256>>>(v.data(), cache * layers, 2, 1, fp8);
-  fill_values<<<256, 256>>>(q.data(), q.size(), 3, 1, fp8);
-  fill_uniform<<<64, 256>>>(scale.data(), rows, 4);
-  const double floor = 4 + bytes / 4.5e6;
-  std::printf("%s %-13s %-4s floor %7.2f |", kv_heads == 1 ? "tp8" : "tp1", mix.name,
-              fp8 ? "fp8" : "bf16", floor);
-  for (const Variant& variant : variants) {
-    jax_hpc::decode_attention::Config config = choose(p);
-    if (variant.ring > 0) config = with_ring(p, config, variant.ring, variant.long_ring);
-    const int ctas = num_sms();
-    const jax_hpc::decode_schedule::Problem plan{p.batch, kv_heads, 1, 0, ctas, task_cost(fp8)};
-    const DeviceSchedule schedule(schedule_on_host(plan, host_lengths, variant.costs));
-    Cut cut = variant.split;
-    if (cut.splits == 0) cut.num_ctas = ctas;
-    const auto slots = static_cast<size_t>(jax_hpc::decode_attention::workspace_slots(p, cut));
-    DeviceArray<float> partial_out(slots * p.rows() * p.head_dim);
-    DeviceArray<float> partial_state(slots * p.rows() * 2);
-    const auto launch = [&](int layer, cudaStream_t stream) {
-      const size_t at = cache * layer * (fp8 ? 1 : 2);
-      const size_t query = rows * p.head_dim * layer;
-      Buffers b{reinterpret_cast<const uint8_t*>(q.data()) + query * (fp8 ? 1 : 2),
-                k.data() + at,
-                v.data() + at,
-                table.data(),
-                lengths.data(),
-                nullptr,
-                nullptr,
-                nullptr,
-                scale.data(),
-                scale.data(),
-                scale.data(),
-                nullptr,
-                out.data() + query,
-                nullptr,
-                partial_out.data(),
-                partial_state.data()};
-      schedule.set(b);
-      return jax_hpc::decode_attention::launch(p, config, cut, b, {false, true}, stream);
-    };
-    const double us = time_in_graph(layers, launch);
-    std::printf(" %s %.2f (%.2f)", variant.name.c_str(), us, us / floor);
-  }
-  std::printf("\n");
-  std::fflush(stdout);
-}
-
-void time_schedule() {
-  const int shapes[][2] = {{64, 8}, {64, 1}, {4096, 1}, {65536, 1}};
-  for (const auto& [batch, heads] : shapes) {
-    const jax_hpc::decode_schedule::Problem plan{batch, heads, 1, 0, 264};
-    DeviceArray<int> lengths(std::vector<int>(batch, 4000));
-    DeviceSchedule s(plan.num_ctas);
-    const auto launch = [&](int, cudaStream_t stream) {
-      return jax_hpc::decode_schedule::launch(plan, lengths.data(), s.pair.data(), s.tile.data(),
-                                              s.last.data(), stream);
-    };
-    std::printf("schedule B %d Hkv %d: %.2f us\n", batch, heads, time_in_graph(20, launch));
-  }
-}
-
-void time_all(const std::vector<Variant>& variants, bool all) {
-  for (const int kv_heads : {1, 8}) {
-    if (kv_heads > 1 && !all) break;
-    for (const bool fp8 : {false, true}) {
-      for (const Mix& mix : mixes()) time_mix(mix, kv_heads, fp8, variants);
-    }
-  }
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -384,6 +250,10 @@ int main(int argc, char** argv) {
   if (command == "time") {
     time_schedule();
     time_all({{"us"}}, option != "tp8");
+    return 0;
+  }
+  if (command == "sweep") {
+    time_sweep();
     return 0;
   }
   if (command == "splits") {
@@ -408,6 +278,7 @@ int main(int argc, char** argv) {
              option != "tp8");
     return 0;
   }
-  std::cerr << "usage: decode_attention check [small | races] | time | splits | tune [tp8]\n";
+  std::cerr
+      << "usage: decode_attention check [small | races] | time | splits | sweep | tune [tp8]\n";
   return 2;
 }

@@ -217,6 +217,20 @@ inline bool reuses_memory(const Problem& p, const decode_attention::Cut& cut,
   return has_more_tasks || 2 * most_tiles > decode_attention::choose(p).slots;
 }
 
+inline Problem make_problem(int batch, int q_len, int group, int kv_heads, int head_dim,
+                            int page_size, bool fp8) {
+  Problem p{};
+  p.batch = batch;
+  p.q_len = q_len;
+  p.group = group;
+  p.kv_heads = kv_heads;
+  p.head_dim = head_dim;
+  p.page_size = page_size;
+  p.fp8_cache = fp8;
+  p.scale = 1 / std::sqrt(static_cast<float>(head_dim));
+  return p;
+}
+
 // The recorded baselines' batches.
 struct Mix {
   const char* name;

@@ -91,7 +91,9 @@ class LayerTiming {
       if (status == cudaSuccess && stages > 2) {
         status = launch_down(p_, config_, index, a.weights, w.rows, overlaps, sms_, stream);
       }
-      if (status == cudaSuccess && stages > 3) status = launch_reduce(p_, a, overlaps, stream);
+      if (status == cudaSuccess && stages > 3) {
+        status = launch_reduce(p_, config_, a, overlaps, stream);
+      }
       return status;
     });
   }

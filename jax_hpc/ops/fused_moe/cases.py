@@ -26,3 +26,11 @@ CASES = (
 )
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Batches of the recorded baselines."""
+LARGE_TOKENS = (2048, 4096, 8192, 16384)
+"""Of prefill: for ``LARGE_CASES``."""
+LARGE_CASES = ("hy3-tp8", "hy3-ep8")
+
+
+def tokens_of(name: str) -> tuple[int, ...]:
+    """Batches that the layer of this name is measured with."""
+    return TOKENS + (LARGE_TOKENS if name in LARGE_CASES else ())
