@@ -167,16 +167,17 @@ struct Segment {
   }
 };
 
+// Past an L1 that may hold an earlier call's: place_kernel has not waited yet.
 template <int kRounds>
 __device__ __forceinline__ void read_experts(const Plan& plan, const Arrays& a,
                                              const Segment& segment, Ranks<kRounds>& ranks) {
-  const int offset = *a.expert_offset;
+  const int offset = __ldcg(a.expert_offset);
   int ids[kRounds];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
     ids[round] = 0;
     if (!segment.has(round)) break;
-    if (segment.pair(round) < segment.end) ids[round] = a.topk_ids[segment.pair(round)];
+    if (segment.pair(round) < segment.end) ids[round] = __ldcg(a.topk_ids + segment.pair(round));
   }
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {

@@ -29,7 +29,8 @@ __host__ __device__ constexpr int sort_groups(Format format) {
 }
 
 // Each thread reads and quantises values of a token before it waits for the index, then writes them
-// to the places of all the token's choices.
+// to the places of all the token's choices. Nothing is read from an L1 that may hold an earlier
+// call's x: a small kernel before this one has not run on every SM.
 template <Format format>
 __global__ __launch_bounds__(kSortThreads, 8) void sort_kernel(const __grid_constant__ Problem p,
                                                                const __grid_constant__ Arrays a,
@@ -50,14 +51,14 @@ __global__ __launch_bounds__(kSortThreads, 8) void sort_kernel(const __grid_cons
   float scale = 0.0f;
   const int64_t place = int64_t{token} * p.hidden + column;
   const auto* from = static_cast<const uint8_t*>(a.x) + (a.x_is_fp8 ? place : 2 * place);
-  if (has_values) values = __ldg(reinterpret_cast<const uint4*>(from));
+  if (has_values) values = __ldcg(reinterpret_cast<const uint4*>(from));
   if constexpr (!kCopies) {
     if (!a.x_is_fp8) {
       uint4 high{};
-      if (has_values) high = __ldg(reinterpret_cast<const uint4*>(from) + 1);
+      if (has_values) high = __ldcg(reinterpret_cast<const uint4*>(from) + 1);
       values = quantized<kPerGroup>(values, high, a.weights, scale);
     } else if (kPerGroup && has_group) {
-      scale = __ldg(a.x_scale + group);
+      scale = __ldcg(a.x_scale + group);
     }
   }
   wait_for_previous_kernel();
