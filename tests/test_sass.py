@@ -28,8 +28,14 @@ EXPECTED = {
     # 16 bytes at a time: copies that no register waits for, loads from them, stores
     "prologue_kernel": ("LDGSTS.E.BYPASS", "LDS.128", "STG.E.128", "MUFU.RSQ"),
     "prepare_kernel": ("MATCH.ANY", "F2FP.SATFINITE.E4M3", "PREEXIT"),
+    # Counts go to the other CTAs of a cluster.
+    "prepare_cluster_kernel": (
+        *("MATCH.ANY", "F2FP.SATFINITE.E4M3", "PREEXIT"),
+        *("STAS", "UCGABAR_ARV", "UCGABAR_WAIT"),
+    ),
     "count_kernel": ("ATOMS", "F2FP.SATFINITE.E4M3", "PREEXIT"),
     "place_kernel": ("ACQBULK", "MATCH.ANY", "PREEXIT"),
+    "sort_kernel": ("ACQBULK", "PREEXIT", "LDG.E.128", "STG.E.128"),
     # Products of weights that the copy engine brings.
     "gate_up_kernel": ("UTMALDG", "LDGSTS", "SYNCS", "ACQBULK", "PREEXIT"),
     "down_kernel": ("UTMALDG", "SYNCS", "ACQBULK", "PREEXIT"),
@@ -60,9 +66,8 @@ EXPECTED_OF_INSTANCES = {
     ("down_kernel", "FormatE0E"): ("QGMMA",),
     ("down_kernel", "FormatE1E"): ("QGMMA",),
     ("down_kernel", "FormatE2E"): ("HGMMA",),
-    # for the wide products, whose rows it sorts
-    ("place_kernel", "FormatE0ELb1E"): ("F2FP.SATFINITE.E4M3",),
-    ("place_kernel", "FormatE1ELb1E"): ("F2FP.SATFINITE.E4M3",),
+    ("sort_kernel", "FormatE0E"): ("F2FP.SATFINITE.E4M3",),
+    ("sort_kernel", "FormatE1E"): ("F2FP.SATFINITE.E4M3",),
     ("wide_gate_up_kernel", "FormatE0E"): ("QGMMA.64x128x32", "QGMMA.64x192x32"),
     ("wide_gate_up_kernel", "FormatE2E"): ("HGMMA.64x128x16", "HGMMA.64x256x16", "STSM.16.MT88.4"),
     ("wide_down_kernel", "FormatE0E"): ("QGMMA.64x128x32", "QGMMA.64x192x32", "STSM.16.MT88.4"),
@@ -74,6 +79,7 @@ EXPECTED_OF_INSTANCES = {
 FORBIDDEN = {
     "tiled_kernel": ("MEMBAR",),
     "stream_kernel": ("MEMBAR",),
+    "prepare_cluster_kernel": ("MEMBAR",),
     "prologue_kernel": ("LDL", "STL", "BAR.SYNC", " ST.E"),  # stores of no known memory
     "wide_gate_up_kernel": ("MEMBAR",),
     "wide_down_kernel": ("MEMBAR",),

@@ -16,11 +16,24 @@ namespace jax_hpc::fused_moe {
 
 constexpr int kWords = kMostExperts / 2;  // two counts of 16 bits each
 constexpr int kScanWarps = kWords / kWarpSize;
-static_assert(kPairsOfOne < 1 << 16 && kPairsOfSegment < 1 << 16);
+static_assert(kPairsOfOne < 1 << 16 && kPairsOfCluster < 1 << 16 && kPairsOfSegment < 1 << 16);
+static_assert(kPairsOfCluster % (kSortingCluster * kWarpSize) == 0);
 static_assert(kMostExperts <= 1 << kExpertBits);
 
 // Of a tile, no power of two.
 constexpr int kMostUnevenRows = kMostTileRows - 1;
+
+constexpr int sorting_ctas(const Problem& p) {
+  if (sorting_of(p) == Sorting::kSegments) return num_segments(p);
+  return sorting_of(p) == Sorting::kCluster ? kSortingCluster : 1;
+}
+// Pairs of each of them. Those of a cluster have whole rounds of a warp, the last ones maybe none.
+constexpr int share_of(const Problem& p) {
+  if (sorting_of(p) == Sorting::kSegments) return segment_tokens(p) * p.top_k;
+  const auto pairs = static_cast<int>(num_pairs(p));
+  if (sorting_of(p) == Sorting::kOne) return pairs;
+  return blocks_of(pairs, kSortingCluster * kWarpSize) * kWarpSize;
+}
 
 // What the kernels of the index need to know, as the host works it out.
 struct Plan {
@@ -28,7 +41,6 @@ struct Plan {
   int words;  // of counts: half of the experts
   int experts;
   int ctas;
-  int tokens_of_cta;
   int pairs_of_cta;
   int rounds;  // pairs of a thread
   int tile_rows;
@@ -40,14 +52,14 @@ struct Plan {
       : pairs(static_cast<int>(num_pairs(p))),
         words(blocks_of(p.experts, 2)),
         experts(p.experts),
-        ctas(has_segments(p, config) ? num_segments(p) : 1),
-        tokens_of_cta(ctas == 1 ? p.tokens : segment_tokens(p)),
-        pairs_of_cta(tokens_of_cta * p.top_k),
+        ctas(sorting_ctas(p)),
+        pairs_of_cta(share_of(p)),
         rounds(blocks_of(pairs_of_cta, threads)),
         tile_rows(config.tile_rows),
         tile_reciprocal(static_cast<uint32_t>(((int64_t{1} << 32) + tile_rows - 1) / tile_rows)),
-        arrivals(p.format == Format::kBlock ? max_tiles(p, config) * blocks_of(p.inter, kBlock)
-                                            : 0),
+        arrivals(p.format == Format::kBlock && !config.is_wide
+                     ? max_tiles(p, config) * blocks_of(p.inter, kBlock)
+                     : 0),
         top_k_reciprocal(static_cast<uint32_t>(((int64_t{1} << 31) + p.top_k - 1) / p.top_k)) {}
 
   __device__ int token_of(int pair) const {
@@ -123,48 +135,56 @@ struct IndexShared {
   Span totals[kScanWarps];
 };
 
-// Pairs of one thread: one in each round.
+// Pairs of one thread: one in each round. Expert, -1 where it is none of this call's, times 2^16,
+// and the rank among the warp's pairs of that expert: one register.
 template <int kRounds>
 struct Ranks {
-  int expert[kRounds];  // -1: none of this call's
-  int rank[kRounds];    // among the warp's pairs of that expert
+  int packed[kRounds];
+
+  __device__ __forceinline__ void set_expert(int round, int expert) {
+    packed[round] = expert * (1 << 16);
+  }
+  __device__ __forceinline__ void set_rank(int round, int rank) { packed[round] += rank; }
+  __device__ __forceinline__ int expert(int round) const { return packed[round] >> 16; }
+  __device__ __forceinline__ int rank(int round) const { return packed[round] & 0xffff; }
 };
 
-// Pairs [begin, end) of one CTA, which warps share by whole rounds.
+// Pairs of one CTA, which warps share by whole rounds.
 struct Segment {
-  int begin;
+  int rounds;  // of the plan
   int end;
-  int first;   // of the thread
-  int rounds;  // that have a pair in the thread's warp
+  int first;  // of the thread
 
-  __device__ explicit Segment(const Plan& plan)
-      : begin(static_cast<int>(blockIdx.x) * plan.pairs_of_cta),
-        end(min(begin + plan.pairs_of_cta, plan.pairs)) {
-    const int first_of_warp = begin + warp_index() * plan.rounds * kWarpSize;
-    first = first_of_warp + lane_index();
-    const int left = (end - first_of_warp + kWarpSize - 1) >> log2_of(kWarpSize);
-    rounds = max(0, min(left, plan.rounds));
+  __device__ explicit Segment(const Plan& plan) : rounds(plan.rounds) {
+    const int begin = static_cast<int>(blockIdx.x) * plan.pairs_of_cta;
+    end = min(begin + plan.pairs_of_cta, plan.pairs);
+    first = begin + warp_index() * plan.rounds * kWarpSize + lane_index();
   }
   __device__ int pair(int round) const { return first + round * kWarpSize; }
+  // Whether the thread's warp has pairs.
+  __device__ bool has(int round) const {
+    return round < rounds && pair(round) - lane_index() < end;
+  }
 };
 
+// Past an L1 that may hold an earlier call's: place_kernel has not waited yet.
 template <int kRounds>
 __device__ __forceinline__ void read_experts(const Plan& plan, const Arrays& a,
                                              const Segment& segment, Ranks<kRounds>& ranks) {
-  const int offset = *a.expert_offset;
+  const int offset = __ldcg(a.expert_offset);
   int ids[kRounds];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
     ids[round] = 0;
-    if (round >= segment.rounds) break;
-    if (segment.pair(round) < segment.end) ids[round] = a.topk_ids[segment.pair(round)];
+    if (!segment.has(round)) break;
+    if (segment.pair(round) < segment.end) ids[round] = __ldcg(a.topk_ids + segment.pair(round));
   }
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    ranks.expert[round] = -1;
-    if (round >= segment.rounds) break;
+    ranks.set_expert(round, -1);
+    if (!segment.has(round)) break;
     if (segment.pair(round) < segment.end) {
-      ranks.expert[round] = local_expert(plan.experts, ids[round], offset);
+      ranks.set_expert(round, local_expert(plan.experts, ids[round], offset));
     }
   }
 }
@@ -181,12 +201,12 @@ __device__ __forceinline__ void rank_pairs(const Plan& plan, const Segment& segm
   const unsigned below = (1u << lane) - 1;
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    if (round >= segment.rounds) break;
-    const int expert = ranks.expert[round];
+    if (!segment.has(round)) break;
+    const int expert = ranks.expert(round);
     const unsigned same = __match_any_sync(kWholeWarp, expert);
     const int before = expert >= 0 ? counts[expert] : 0;
     __syncwarp();
-    ranks.rank[round] = before + __popc(same & below);
+    ranks.set_rank(round, before + __popc(same & below));
     if (expert >= 0 && (same & below) == 0) {
       counts[expert] = static_cast<uint16_t>(before + __popc(same));
     }
@@ -275,11 +295,11 @@ __device__ __forceinline__ void each_row(const IndexShared<kWarps>& shared, cons
   const auto* before = reinterpret_cast<const uint16_t*>(shared.counts[warp_index()]);
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    if (round >= segment.rounds) break;
+    if (!segment.has(round)) break;
     const int pair = segment.pair(round);
-    const int expert = ranks.expert[round];
+    const int expert = ranks.expert(round);
     const int place = max(expert, 0);
-    const int row = shared.first_row[place] + before[place] + ranks.rank[round];
+    const int row = shared.first_row[place] + before[place] + ranks.rank(round);
     if (pair < segment.end) visit(pair, expert, row);
   }
 }

@@ -4,6 +4,7 @@
 #include "fused_moe/launch_kernel.h"
 #include "fused_moe/prepare.cuh"
 #include "fused_moe/reduce.cuh"
+#include "fused_moe/sort.cuh"
 
 namespace jax_hpc::fused_moe {
 namespace {
@@ -27,35 +28,65 @@ Sorted sorted_rows(const Problem& p, const Arrays& a) {
   return {bytes, reinterpret_cast<float*>(bytes + num_pairs(p) * p.hidden * value_bytes(p.format))};
 }
 
-template <Format format>
+template <bool kPerGroup>
+cudaError_t launch_one(const Problem& p, const Config& config, const Arrays& a,
+                       cudaStream_t stream) {
+  const int quantizing = config.is_wide ? 0 : quantizing_ctas(p, a, kOneThreads);
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(1 + quantizing)),
+                          .threads = kOneThreads};
+  return launch_kernel(prepare_kernel<kPerGroup>, shape, stream, p, Plan(p, config, kOneThreads),
+                       a);
+}
+
+template <bool kPerGroup>
+cudaError_t launch_cluster(const Problem& p, const Config& config, const Arrays& a,
+                           cudaStream_t stream) {
+  const int quantizing = config.is_wide ? 0 : quantizing_ctas(p, a, kClusterThreads);
+  const int clusters = 1 + ceil_div(quantizing, kSortingCluster);
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(clusters * kSortingCluster)),
+                          .threads = kClusterThreads,
+                          .cluster = kSortingCluster};
+  return launch_kernel(prepare_cluster_kernel<kPerGroup>, shape, stream, p,
+                       Plan(p, config, kClusterThreads), a);
+}
+
+template <bool kPerGroup>
 cudaError_t launch_segments(const Problem& p, const Config& config, const Arrays& a, bool overlaps,
                             cudaStream_t stream) {
   const Plan plan(p, config, kPlaceThreads);
   const int quantizing = config.is_wide ? 0 : quantizing_ctas(p, a, kCountThreads);
   LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas + quantizing)),
                     .threads = kCountThreads};
-  const cudaError_t status =
-      launch_kernel(count_kernel<format == Format::kBlock>, shape, stream, p, plan, a);
+  const cudaError_t status = launch_kernel(count_kernel<kPerGroup>, shape, stream, p, plan, a);
   if (status != cudaSuccess) return status;
   shape = {.grid = dim3(static_cast<unsigned>(plan.ctas)),
            .threads = kPlaceThreads,
            .overlaps_previous = overlaps};
-  const auto kernel = config.is_wide ? place_kernel<format, true> : place_kernel<format, false>;
-  return launch_kernel(kernel, shape, stream, p, plan, a, sorted_rows(p, a));
+  return launch_kernel(place_kernel, shape, stream, plan, a);
 }
 
 template <Format format>
 cudaError_t launch_prepare_as(const Problem& p, const Config& config, const Arrays& a,
                               bool overlaps, cudaStream_t stream) {
-  if (has_segments(p, config)) return launch_segments<format>(p, config, a, overlaps, stream);
   constexpr bool kPerGroup = format == Format::kBlock;
-  constexpr auto kSmall = prepare_kernel<kSmallWarps, kSmallRounds, kPerGroup>;
-  constexpr auto kLarge = prepare_kernel<kLargeWarps, kLargeRounds, kPerGroup>;
-  const bool is_small = num_pairs(p) <= kSmallWarps * kSmallRounds * kWarpSize;
-  const int threads = (is_small ? kSmallWarps : kLargeWarps) * kWarpSize;
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(1 + quantizing_ctas(p, a, threads))),
-                          .threads = threads};
-  return launch_kernel(is_small ? kSmall : kLarge, shape, stream, p, Plan(p, config, threads), a);
+  cudaError_t status = cudaErrorInvalidValue;
+  switch (sorting_of(p)) {
+    case Sorting::kOne:
+      status = launch_one<kPerGroup>(p, config, a, stream);
+      break;
+    case Sorting::kCluster:
+      status = launch_cluster<kPerGroup>(p, config, a, stream);
+      break;
+    case Sorting::kSegments:
+      status = launch_segments<kPerGroup>(p, config, a, overlaps, stream);
+      break;
+  }
+  if (status != cudaSuccess || !config.is_wide) return status;
+  const int ctas = ceil_div(p.tokens * blocks_of(p.hidden, kBlock), sort_groups(format));
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(ctas)),
+                          .threads = kSortThreads,
+                          .overlaps_previous = overlaps};
+  return launch_kernel(sort_kernel<format>, shape, stream, p, a, sorted_rows(p, a));
 }
 
 }  // namespace

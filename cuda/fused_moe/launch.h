@@ -28,14 +28,18 @@ constexpr bool is_supported(const Problem& p) {
          groups <= kMostGroups;
 }
 
-// Pairs that one CTA sorts. More are sorted by many CTAs, each those of a segment of the tokens,
-// and so are those of the wide products. They count first, in a launch of their own.
-constexpr int kPairsOfOne = 2048;
+// Who sorts the pairs: one CTA, or the CTAs of a cluster, which pass each other their counts, or
+// many, each the pairs of a segment of the tokens, after a launch of their own that counts them.
+enum class Sorting { kOne, kCluster, kSegments };
+constexpr int kPairsOfOne = 512;
+constexpr int kSortingCluster = 8;
+constexpr int kPairsOfCluster = 16384;
 constexpr int kSegments = 128;  // more, where one would have more pairs than these:
 constexpr int kPairsOfSegment = 4096;
 
-constexpr bool has_segments(const Problem& p, const Config& c) {
-  return c.is_wide || num_pairs(p) > kPairsOfOne;
+constexpr Sorting sorting_of(const Problem& p) {
+  if (num_pairs(p) <= kPairsOfOne) return Sorting::kOne;
+  return num_pairs(p) <= kPairsOfCluster ? Sorting::kCluster : Sorting::kSegments;
 }
 constexpr int segment_tokens(const Problem& p) {
   const int most = kPairsOfSegment / p.top_k;
@@ -92,7 +96,10 @@ constexpr bool quantizes_x(Format format, bool x_is_fp8) {
 }
 
 // Kernels that a call launches, one after the other.
-constexpr int num_launches(const Problem& p, const Config& c) { return has_segments(p, c) ? 5 : 4; }
+constexpr int num_launches(const Problem& p, const Config& c) {
+  const int sorting = sorting_of(p) == Sorting::kSegments ? 2 : 1;
+  return sorting + (c.is_wide ? 1 : 0) + 3;
+}
 
 // cudaErrorInvalidValue for a problem that is not supported. `overlaps`: each kernel may start
 // while the one before it ends. The results do not depend on it.

@@ -1,34 +1,36 @@
 // Before the products: the pairs are sorted by expert, and meanwhile x is quantised for experts in
-// fp8. Up to kPairsOfOne pairs are one CTA's work, within the launch that quantises. More take two
-// launches: one counts the pairs of every segment of the tokens, the other places them. For the
-// wide products the second one quantises, and puts a row of x to each of its places, of bf16 as it
-// is.
+// fp8. Few pairs are one CTA's work, more a cluster's, within the launch that quantises. Still more
+// take two launches: one counts the pairs of every segment of the tokens, the other places them.
+// For the wide products another one puts a row of x to each of its places (sort.cuh).
 #pragma once
 
 #include "common/ptx.cuh"
 #include "fused_moe/index.cuh"
 #include "fused_moe/launch.h"
 #include "fused_moe/quantize.cuh"
-#include "fused_moe/sort.cuh"
 
 namespace jax_hpc::fused_moe {
 
-constexpr int kSmallWarps = kScanWarps;
-constexpr int kSmallRounds = 4;
-constexpr int kLargeWarps = 32;
-constexpr int kLargeRounds = kPairsOfOne / (kLargeWarps * kWarpSize);
+constexpr int kOneWarps = kScanWarps;
+constexpr int kOneThreads = kOneWarps * kWarpSize;
+constexpr int kOneRounds = 4;
+static_assert(kPairsOfOne <= kOneRounds * kOneThreads);
+constexpr int kClusterWarps = 16;
+constexpr int kClusterThreads = kClusterWarps * kWarpSize;
+constexpr int kClusterRounds = kPairsOfCluster / (kSortingCluster * kClusterThreads);
+constexpr int kClusterCtasOfSm = 4;  // most of the CTAs quantise, and then find room at once
 constexpr int kCountThreads = 256;
 constexpr int kPlaceWarps = 16;
 constexpr int kPlaceThreads = kPlaceWarps * kWarpSize;
 constexpr int kPlaceRounds = kPairsOfSegment / kPlaceThreads;
-static_assert(kWords <= kCountThreads && kWords <= kPlaceThreads);
+static_assert(kWords <= kClusterThreads && kWords <= kCountThreads && kWords <= kPlaceThreads);
 
 // CTA 0 indexes, the others quantise.
-template <int kWarps, int kRounds, bool kPerGroup>
-__global__ __launch_bounds__(kWarps* kWarpSize) void prepare_kernel(
-    const __grid_constant__ Problem p, const __grid_constant__ Plan plan,
-    const __grid_constant__ Arrays a) {
-  __shared__ IndexShared<kWarps> shared;
+template <bool kPerGroup>
+__global__ __launch_bounds__(kOneThreads) void prepare_kernel(const __grid_constant__ Problem p,
+                                                              const __grid_constant__ Plan plan,
+                                                              const __grid_constant__ Arrays a) {
+  __shared__ IndexShared<kOneWarps> shared;
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (blockIdx.x > 0) {
@@ -41,7 +43,7 @@ __global__ __launch_bounds__(kWarps* kWarpSize) void prepare_kernel(
     return;
   }
   const Segment segment(plan);
-  Ranks<kRounds> ranks;
+  Ranks<kOneRounds> ranks;
   read_experts(plan, a, segment, ranks);
   rank_pairs(plan, segment, shared.counts[warp_index()], ranks);
   __syncthreads();
@@ -49,6 +51,81 @@ __global__ __launch_bounds__(kWarps* kWarpSize) void prepare_kernel(
   Counts counts{};
   if (word < plan.words) counts = unpacked(sum_warps(shared, word));
   place_experts(plan, a.workspace, shared, counts);
+  each_row(shared, segment, ranks, [&](int pair, int expert, int row) {
+    write_pair(plan, a.workspace, pair, expert, row);
+  });
+}
+
+// What the CTAs of a cluster send each other, and the barrier that their bytes count on.
+struct ClusterCounts {
+  uint32_t of_cta[kSortingCluster][kWords];
+  uint64_t arrived;
+};
+
+// Of one word: to all CTAs of the cluster, this one among them.
+__device__ __forceinline__ void send_counts(const ClusterCounts& counts, int word,
+                                            uint32_t counted) {
+  const SharedAddress place = shared_address(&counts.of_cta[blockIdx.x][word]);
+  const SharedAddress arrived = shared_address(&counts.arrived);
+#pragma unroll 2
+  for (int cta = 0; cta < kSortingCluster; ++cta) {
+    send(address_in_cluster(place, cta), counted, address_in_cluster(arrived, cta));
+  }
+}
+
+// Of one word, once all have come. Sums of two experts at once: none has as many pairs as 2^16.
+__device__ __forceinline__ Counts receive_counts(const ClusterCounts& counts, int word) {
+  wait_for_cluster(shared_address(&counts.arrived), 0);
+  uint32_t all = 0;
+  uint32_t before = 0;
+#pragma unroll
+  for (int cta = 0; cta < kSortingCluster; ++cta) {
+    const uint32_t theirs = counts.of_cta[cta][word];
+    all += theirs;
+    if (cta < static_cast<int>(blockIdx.x)) before += theirs;
+  }
+  Counts sum = unpacked(all);
+  const Counts sum_before = unpacked(before);
+  sum.before[0] = sum_before.all[0];
+  sum.before[1] = sum_before.all[1];
+  return sum;
+}
+
+// The first cluster sorts, the others quantise. Counts go from one CTA's shared memory to the
+// others', so that no launch lies between counting and placing; a barrier of the cluster that
+// releases them would wait for all stores under way (common/ptx.cuh).
+template <bool kPerGroup>
+__global__ __launch_bounds__(kClusterThreads, kClusterCtasOfSm) void prepare_cluster_kernel(
+    const __grid_constant__ Problem p, const __grid_constant__ Plan plan,
+    const __grid_constant__ Arrays a) {
+  __shared__ IndexShared<kClusterWarps> shared;
+  __shared__ ClusterCounts counts;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (blockIdx.x >= kSortingCluster) {
+    quantize<kPerGroup>(p, a, static_cast<int>(blockIdx.x) - kSortingCluster);
+    return;
+  }
+  if (threadIdx.x == 0) {
+    const SharedAddress arrived = shared_address(&counts.arrived);
+    init_barrier(arrived, 1);
+    arrive_expecting(arrived, static_cast<uint32_t>(kSortingCluster * plan.words * 4));
+    fence_barrier_init();
+  }
+  __syncwarp();
+  cluster_arrive_relaxed();
+  const Segment segment(plan);
+  Ranks<kClusterRounds> ranks;
+  read_experts(plan, a, segment, ranks);
+  rank_pairs(plan, segment, shared.counts[warp_index()], ranks);
+  __syncthreads();
+  cluster_wait();
+  const int word = static_cast<int>(threadIdx.x);
+  if (word < plan.words) send_counts(counts, word, sum_warps(shared, word));
+  clear_arrivals(plan, a.workspace);
+  Counts counted{};
+  if (word < plan.words) counted = receive_counts(counts, word);
+  place_experts(plan, a.workspace, shared, counted);
   each_row(shared, segment, ranks, [&](int pair, int expert, int row) {
     write_pair(plan, a.workspace, pair, expert, row);
   });
@@ -115,22 +192,15 @@ __device__ __forceinline__ void sum_segments(const Plan& plan, const uint32_t* c
   }
 }
 
-// Each CTA places the pairs of its segment, after it has added up the counts of all, and with
-// kSorts quantises its tokens, to the places of all their rows. What the call is given was there
-// before the last kernel, and is read before the wait for it.
-template <Format format, bool kSorts>
-__global__ __launch_bounds__(kPlaceThreads) void place_kernel(const __grid_constant__ Problem p,
-                                                              const __grid_constant__ Plan plan,
-                                                              const __grid_constant__ Arrays a,
-                                                              const __grid_constant__ Sorted to) {
+// Each CTA places the pairs of its segment, after it has added up the counts of all. What the call
+// is given was there before the last kernel, and is read before the wait for it.
+__global__ __launch_bounds__(kPlaceThreads) void place_kernel(const __grid_constant__ Plan plan,
+                                                              const __grid_constant__ Arrays a) {
   __shared__ IndexShared<kPlaceWarps> shared;
   __shared__ SegmentSums sums;
-  __shared__ int rows[kSorts ? kPairsOfSegment : 1];
   const int word = static_cast<int>(threadIdx.x);
   for (int i = word; i < kMostExperts; i += kPlaceThreads) sums.all[i] = sums.before[i] = 0;
   const Segment segment(plan);
-  SegmentTokens<format> tokens(p, a, plan.tokens_of_cta);
-  if constexpr (kSorts) tokens.read(0);
   Ranks<kPlaceRounds> ranks;
   read_experts(plan, a, segment, ranks);
   rank_pairs(plan, segment, shared.counts[warp_index()], ranks);
@@ -151,12 +221,7 @@ __global__ __launch_bounds__(kPlaceThreads) void place_kernel(const __grid_const
   place_experts(plan, a.workspace, shared, counts);
   each_row(shared, segment, ranks, [&](int pair, int expert, int row) {
     write_pair(plan, a.workspace, pair, expert, row);
-    if constexpr (kSorts) rows[pair - segment.begin] = expert >= 0 ? row : -1;
   });
-  if constexpr (kSorts) {
-    __syncthreads();
-    tokens.write(rows, to);
-  }
 }
 
 }  // namespace jax_hpc::fused_moe

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/launch.h"
+#include "common/ptx.cuh"
 #include "fused_moe/quantize.cuh"
 
 namespace jax_hpc::fused_moe {
@@ -13,102 +14,75 @@ struct Sorted {
   float* scale;
 };
 
-// The tokens of a CTA's segment. A thread has several chunks at once of 16 values, eight threads
-// those of a group; or of 8 values of bf16, so that a warp writes whole sectors.
+constexpr int kSortThreads = 256;
+
+// Values of a thread: 16, eight threads those of a group; or 8 of bf16, so that a warp writes whole
+// sectors.
+__host__ __device__ constexpr int sort_values(Format format) {
+  return format == Format::kBf16 ? 8 : kLaneValues;
+}
+// Groups of columns that a CTA sorts: a token of 4096 values, of bf16 half of one. With eight CTAs
+// on an SM, 64 KB of x are asked for at once, 32 KB of bf16, and nothing waits for what is written,
+// four times as much in the end.
+__host__ __device__ constexpr int sort_groups(Format format) {
+  return kSortThreads * sort_values(format) / kBlock;
+}
+
+// Each thread reads and quantises values of a token before it waits for the index, then writes them
+// to the places of all the token's choices. Nothing is read from an L1 that may hold an earlier
+// call's x: a small kernel before this one has not run on every SM.
 template <Format format>
-class SegmentTokens {
- public:
-  __device__ __forceinline__ SegmentTokens(const Problem& p, const Arrays& a, int tokens)
-      : p_(p),
-        a_(a),
-        first_token_(static_cast<int>(blockIdx.x) * tokens),
-        groups_(blocks_of(p.hidden, kBlock)),
-        lanes_(kCopies ? p.hidden / kValues : groups_ * kGroupLanes),
-        chunks_(min(tokens, p.tokens - first_token_) * lanes_) {}
-
-  // Asks for the values of chunks from `first` on.
-  __device__ __forceinline__ void read(int first) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const Place place = place_of(first, i);
-      low_[i] = uint4{};
-      if constexpr (!kCopies) high_[i] = uint4{};
-      if (!place.has_values) continue;
-      const int64_t value = int64_t{first_token_ + place.token} * p_.hidden + place.column;
-      const auto* from = static_cast<const uint8_t*>(a_.x) + (a_.x_is_fp8 ? value : 2 * value);
-      low_[i] = __ldg(reinterpret_cast<const uint4*>(from));
-      if constexpr (!kCopies) {
-        if (!a_.x_is_fp8) high_[i] = __ldg(reinterpret_cast<const uint4*>(from) + 1);
-      }
+__global__ __launch_bounds__(kSortThreads, 8) void sort_kernel(const __grid_constant__ Problem p,
+                                                               const __grid_constant__ Arrays a,
+                                                               const __grid_constant__ Sorted to) {
+  constexpr bool kPerGroup = format == Format::kBlock;
+  constexpr bool kCopies = format == Format::kBf16;
+  constexpr int kValues = sort_values(format);
+  constexpr int kLanes = kBlock / kValues;  // of a group
+  const int groups = blocks_of(p.hidden, kBlock);
+  const int group = static_cast<int>(blockIdx.x) * sort_groups(format) +
+                    static_cast<int>(threadIdx.x) / kLanes;  // of all tokens'
+  const int token = group / groups;
+  const int within = static_cast<int>(threadIdx.x) % kLanes * kValues;
+  const int column = (group - token * groups) * kBlock + within;
+  const bool has_group = token < p.tokens;
+  const bool has_values = has_group && column < p.hidden;
+  uint4 values{};
+  float scale = 0.0f;
+  const int64_t place = int64_t{token} * p.hidden + column;
+  const auto* from = static_cast<const uint8_t*>(a.x) + (a.x_is_fp8 ? place : 2 * place);
+  if (has_values) values = __ldcg(reinterpret_cast<const uint4*>(from));
+  if constexpr (!kCopies) {
+    if (!a.x_is_fp8) {
+      uint4 high{};
+      if (has_values) high = __ldcg(reinterpret_cast<const uint4*>(from) + 1);
+      values = quantized<kPerGroup>(values, high, a.weights, scale);
+    } else if (kPerGroup && has_group) {
+      scale = __ldcg(a.x_scale + group);
     }
   }
-
-  // Quantises all chunks, of which the first ones are read; `rows` are those of the tokens'
-  // choices.
-  __device__ __forceinline__ void write(const int* rows, const Sorted& to) {
-    for (int first = 0; first < chunks_; first += kAtOnce * static_cast<int>(blockDim.x)) {
-      if (first > 0) read(first);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (!has_group) return;
+  const int* pair_row = a.workspace.pair_row + int64_t{token} * p.top_k;
+  constexpr int kAtOnce = 8;  // choices whose rows are asked for together
+  for (int first = 0; first < p.top_k; first += kAtOnce) {
+    int rows[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const Place place = place_of(first, i);
-        float scale = 0.0f;
-        uint4 values = low_[i];
-        if constexpr (!kCopies) {
-          if (!a_.x_is_fp8) {
-            values = quantized<kPerGroup>(low_[i], high_[i], a_.weights, scale);
-          } else if (kPerGroup && place.exists) {
-            scale = __ldg(a_.x_scale + int64_t{first_token_ + place.token} * groups_ +
-                          place.column / kBlock);
-          }
-        }
-        if (place.exists) write(rows + place.token * p_.top_k, place, values, scale, to);
-      }
+    for (int k = 0; k < kAtOnce; ++k) {
+      rows[k] = first + k < p.top_k ? __ldcg(pair_row + first + k) : -1;
     }
-  }
-
- private:
-  static constexpr bool kPerGroup = format == Format::kBlock;
-  static constexpr bool kCopies = format == Format::kBf16;
-  static constexpr int kValues = kCopies ? 8 : kLaneValues;
-  static constexpr int kAtOnce = kCopies ? 8 : 4;
-  struct Place {
-    bool exists;
-    bool has_values;
-    int token;  // of the segment
-    int column;
-  };
-
-  __device__ __forceinline__ Place place_of(int first, int i) const {
-    const int chunk = first + i * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
-    const int token = chunk / lanes_;
-    const int column = (chunk - token * lanes_) * kValues;
-    const bool exists = chunk < chunks_;
-    return {exists, exists && column < p_.hidden, token, column};
-  }
-
-  __device__ __forceinline__ void write(const int* rows, const Place& place, const uint4& values,
-                                        float scale, const Sorted& to) const {
-    const bool has_scale = kPerGroup && threadIdx.x % kGroupLanes == 0;
-#pragma unroll 4
-    for (int k = 0; k < p_.top_k; ++k) {
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (rows[k] < 0) continue;
       const int64_t row = rows[k];
-      if (row < 0) continue;
-      if (place.has_values) {
-        *reinterpret_cast<uint4*>(to.values +
-                                  (row * p_.hidden + place.column) * value_bytes(format)) = values;
+      if (has_values) {
+        *reinterpret_cast<uint4*>(to.values + (row * p.hidden + column) * value_bytes(format)) =
+            values;
       }
-      if (has_scale) to.scale[row * groups_ + place.column / kBlock] = scale;
+      if (kPerGroup && within == 0) to.scale[row * groups + column / kBlock] = scale;
     }
   }
-
-  const Problem& p_;
-  const Arrays& a_;
-  int first_token_;
-  int groups_;
-  int lanes_;  // of a token
-  int chunks_;
-  uint4 low_[kAtOnce];
-  uint4 high_[kCopies ? 1 : kAtOnce];
-};
+}
 
 }  // namespace jax_hpc::fused_moe

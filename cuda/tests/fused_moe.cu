@@ -289,10 +289,26 @@ std::vector<Setup> all_setups(Extent extent) {
     for (const int tokens : {1, 60, 3000}) {
       add({tokens, 1, 1, 144, 272, format, rows}, Routing::kUniform);
     }
-    // Index by one CTA of many warps, and by several CTAs.
+    // Index by one CTA of many warps, by a cluster, and by the CTAs of segments.
+    add({256, 8, 40, 16, 16, format, rows}, Routing::kGarbage);
+    add({257, 8, 40, 32, 16, format, rows}, Routing::kSkewed);
     add({1024, 8, 40, 16, 16, format, rows}, Routing::kGarbage);
     add({1025, 8, 40, 32, 16, format, rows}, Routing::kSkewed);
     add({4000, 6, 512, 16, 16, format, rows}, Routing::kGarbage);
+    // The most pairs of either, and one more or another token's.
+    for (const int most : {kPairsOfOne, kPairsOfCluster}) {
+      for (const int more : {0, 1}) {
+        add({most + more, 1, 1, 16, 16, format, rows}, Routing::kUniform);
+        add({most / 16 + more, 16, 512, 32, 16, format, rows}, Routing::kGarbage);
+        add({most / 16 + more, 16, 511, 16, 16, format, rows}, Routing::kSkewed);
+        add({most / 7 + more, 7, 33, 16, 16, format, rows}, Routing::kOneExpert);
+        add({most / 3 + more, 3, 2, 16, 16, format, rows}, Routing::kNobody);
+      }
+    }
+    // A cluster of which some CTAs have no pair, or no whole round of a warp.
+    add({kPairsOfOne / 4 + 9, 4, 300, 144, 16, format, rows}, Routing::kUniform);
+    add({467, 5, 24, 272, 32, format, rows}, Routing::kGarbage);
+    add({1000, 8, 192, 80, 16, format, rows}, Routing::kSkewed);
   }
   const size_t others = setups.size();
   // The wide products, which most of these are too small to be given, in tiles of two heights.

@@ -316,10 +316,14 @@ _PATHS = {
         "per tensor": _moe_kernel,
         "blocks": functools.partial(_moe_kernel, block_rows=128),
         "blocks of 64 rows": functools.partial(_moe_kernel, block_rows=64),
-        "many pairs": functools.partial(_moe_kernel, launches=5, tokens=1026),
+        "many pairs": functools.partial(_moe_kernel, tokens=1026),
+        "most pairs": functools.partial(_moe_kernel, launches=5, tokens=8194),
         "wide": functools.partial(_moe_kernel, **WIDE_MOE),
         "wide, blocks": functools.partial(_moe_kernel, block_rows=128, **WIDE_MOE),
         "wide, bf16": functools.partial(_moe_kernel, is_bf16=True, **WIDE_MOE),
+        "wide, most pairs": functools.partial(
+            _moe_kernel, **WIDE_MOE | {"launches": 6, "tokens": 8194}
+        ),
     },
     "prefill_attention": {
         "bf16": functools.partial(_prefill_attention, dim=64, dtype=jnp.bfloat16),
