@@ -185,12 +185,6 @@ __device__ __forceinline__ SharedAddress address_in_cluster(SharedAddress addres
 
 // Stores whose bytes count on an mbarrier of the CTA that they go to; both addresses are of
 // address_in_cluster.
-__device__ __forceinline__ void send(SharedAddress to, uint32_t value, SharedAddress barrier) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
-      "r"(value), "r"(barrier)
-      : "memory");
-}
 __device__ __forceinline__ void send(SharedAddress to, float2 value, SharedAddress barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::

@@ -41,6 +41,14 @@ __device__ __forceinline__ void copy_weights(SharedAddress to, const CUtensorMap
       : "memory");
 }
 
+// As send() of common/ptx.cuh, of a word.
+__device__ __forceinline__ void send_word(SharedAddress to, uint32_t value, SharedAddress barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
+      "r"(value), "r"(barrier)
+      : "memory");
+}
+
 // Like copy_16, of 4 bytes.
 __device__ __forceinline__ void copy_4(SharedAddress to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");

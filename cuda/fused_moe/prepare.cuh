@@ -6,6 +6,7 @@
 
 #include "common/ptx.cuh"
 #include "fused_moe/index.cuh"
+#include "fused_moe/instructions.cuh"
 #include "fused_moe/launch.h"
 #include "fused_moe/quantize.cuh"
 
@@ -69,7 +70,7 @@ __device__ __forceinline__ void send_counts(const ClusterCounts& counts, int wor
   const SharedAddress arrived = shared_address(&counts.arrived);
 #pragma unroll 2
   for (int cta = 0; cta < kSortingCluster; ++cta) {
-    send(address_in_cluster(place, cta), counted, address_in_cluster(arrived, cta));
+    send_word(address_in_cluster(place, cta), counted, address_in_cluster(arrived, cta));
   }
 }
 

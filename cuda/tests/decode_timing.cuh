@@ -141,8 +141,8 @@ inline void time_all(const std::vector<Variant>& variants, bool all) {
     if (kv_heads > 1 && !all) break;
     for (const bool fp8 : {false, true}) {
       for (const Mix& mix : mixes()) {
-        time_mix((kv_heads == 1 ? "tp8 " : "tp1 ") + std::string(mix.name), mix, {kv_heads, fp8},
-                 variants);
+        std::string name = kv_heads == 1 ? "tp8 " : "tp1 ";
+        time_mix(name.append(mix.name), mix, {kv_heads, fp8}, variants);
       }
     }
   }
@@ -155,7 +155,8 @@ inline void time_sweep() {
   for (const bool fp8 : {false, true}) {
     const auto time_one = [&](const char* what, int value, int batch, const Shape& shape) {
       const Mix mix{"", {{batch, kTokens}}};
-      time_mix(what + (" " + std::to_string(value)), mix, shape, {{"us"}});
+      std::string name = what;
+      time_mix(name.append(" ").append(std::to_string(value)), mix, shape, {{"us"}});
     };
     for (const int group : {1, 4, 5, 6, 7, 8, 12, 16}) {
       time_one("G", group, 64, {.fp8 = fp8, .group = group});
