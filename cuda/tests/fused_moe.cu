@@ -145,8 +145,9 @@ std::string stage_fault(const Setup& setup, const Config& config, const Inputs& 
                         const Device& device, Rounded* rounded) {
   const int hidden = setup.p.hidden;
   const Truth truth = truth_of(setup, in);
-  // Of the whole, roundings to the other side and all: 1 of 100 values of act, by a step of up to an
-  // eighth. Of few values one weighs: of a row of 256, of which one may be a tenth, 0.9994 was seen.
+  // Of the whole, roundings to the other side and all: 1 of 100 values of act, by a step of up to
+  // an eighth. Of few values one weighs: of a row of 256, of which one may be a tenth, 0.9994 was
+  // seen.
   const size_t values_of_act = truth.row_token.size() * static_cast<size_t>(setup.p.inter);
   const double least_of_fp8 = values_of_act >= 4096 ? 0.9995 : 0.998;
   const double least_cosine = setup.p.format == Format::kBf16 ? 0.99999 : least_of_fp8;
