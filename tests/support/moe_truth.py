@@ -88,7 +88,9 @@ def matrices(experts: Experts, e: int) -> list[np.ndarray]:
     """An expert's gate, up and down in float64, dequantised."""
     if isinstance(experts, Fp8BlockExperts):
         return [block_weight(experts, e, half) for half in (0, 1, None)]
-    weights = [weight64(w) for w in (experts.gate_up[e, 0], experts.gate_up[e, 1], experts.down[e])]
+    weights = [
+        weight64(w) for w in (experts.gate_up[e, 0], experts.gate_up[e, 1], experts.down[e])
+    ]
     if isinstance(experts, DenseExperts):
         return weights
     scales = (experts.gate_scale[e], experts.up_scale[e], experts.down_scale[e])
