@@ -14,7 +14,10 @@ ROUTERS = {"tiny": "gate.weight", "tiny_hy3": "router.gate.weight"}
 """The router's tensor of a sparse layer: of Qwen3-MoE (softmax) and of Hy3 (sigmoid and bias)."""
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", "float32", pytest.param("bfloat16", id="kernels", marks=pytest.mark.gpu)],
+)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_router_chooses_as_a_float64_router(tmp_path: Path, name: str, dtype: str) -> None:
     """Given the layer's own input, wherever the scores' k-th gap exceeds twice their bound."""

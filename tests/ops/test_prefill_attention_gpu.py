@@ -157,6 +157,10 @@ def quantized(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(fp8.quantize(jnp.asarray(q), scale[..., None])), np.asarray(scale)
 
 
+def largest_error(got: Any, want: np.ndarray) -> float:
+    return float(np.abs(np.asarray(got, np.float64) - want).max())
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name: str, rng: np.random.Generator) -> None:
     problem, rows, q, q_scale = draw(name, rng)
@@ -172,8 +176,33 @@ def test_against_float64(name: str, rng: np.random.Generator) -> None:
     weights = WEIGHT_ERROR[cache] * spread(problem, rows, q, q_scale)
     assert_close(out, want_out, atol=weights + (5e-6 if cache == BF16 else 5e-3), rtol=2.0**-8)
     assert cosine(out, want_out) >= (0.99999 if cache == BF16 else 0.9995)
+    if cache == BF16:
+        by_xla = run(problem, rows, q, implementation="xla")[0]
+        assert largest_error(out, want_out) <= 2 * largest_error(by_xla, want_out)
     assert_bitwise(run(problem, rows, q, q_scale)[0], out)
     assert_bitwise(run(problem, rows, q, q_scale, return_lse=False), out)
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["bf16", "fp8"])
+def test_tiny_probabilities(rng: np.random.Generator, dtype: Any) -> None:
+    """Scores of every spread: heads of equal probabilities, and of ones that fall by 2^-20."""
+    problem = make_problem(
+        rng, [4096], num_kv_heads=1, head_dim=128, page_size=64, width=64, dtype=dtype
+    )
+    rows = Rows(rng, [(32, 4096)])
+    q = rng.normal(0, 1, (rows.total, 8, 128)).astype(dtype)
+    q_scale = np.tile(np.geomspace(0.01, 8, 8).astype(F32), (rows.total, 1))
+    scale = q_scale if dtype == E4M3 else None
+    if dtype == BF16:
+        q = (q.astype(F32) * q_scale[..., None]).astype(BF16)
+    want_out, want_lse = problem.prefill(q, rows.starts, rows.lens, scale)
+    out, lse = run(problem, rows, q, scale)
+    size = np.abs(np.where(np.isfinite(want_lse), want_lse, 0))
+    scores = 0 if dtype == BF16 else SCORE_ERROR * largest_scores(problem, rows, q, scale)
+    assert_close(lse, want_lse, atol=LSE_ERROR + 1e-6 * size + scores)
+    for head in range(8):
+        least = 0.99999 if dtype == BF16 else 0.9995
+        assert cosine(out[:, head], want_out[:, head]) >= least
 
 
 @pytest.fixture(scope="module")

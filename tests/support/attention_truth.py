@@ -5,7 +5,7 @@ query sees, so whatever else lies in the cache cannot enter.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -67,6 +67,19 @@ def tokens_of(
     return (np.stack(values) if values else empty), np.array(positions, np.int64)
 
 
+class Sampled(NamedTuple):
+    """Truth of some rows, of one query head of each KV head; R rows."""
+
+    out: np.ndarray
+    """``[R, Hkv, D]``."""
+    lse: np.ndarray
+    """``[R, Hkv]``."""
+    spread: np.ndarray
+    """Probabilities times magnitudes of values ``[R, Hkv, D]``."""
+    magnitude: np.ndarray
+    """Of each row the largest sum of magnitudes of a score's terms ``[R, Hkv]``."""
+
+
 @dataclasses.dataclass
 class Problem:
     """A paged cache and sequences in it, as numpy arrays."""
@@ -95,6 +108,34 @@ class Problem:
             for query, position in zip(values, positions, strict=True)
         ]
         return np.stack([p[0] for p in pairs]), np.stack([p[1] for p in pairs])
+
+    def sampled(self, sequence: int, q: np.ndarray, positions: np.ndarray) -> Sampled:
+        """Truth of queries [R, Hkv, D] in float64, one head of each KV head, by matrix products.
+
+        For sequences too long for :meth:`rows`. All pages exist; no option but scales of K and V.
+        """
+        length, dim = int(self.kv_lens[sequence]), q.shape[-1]
+        used = self.page_table[sequence, : -(-length // self.k_pages.shape[2])]
+        visible = np.arange(length) <= positions[:, None]
+        results = []
+        for head in range(q.shape[1]):
+            k, v = (
+                pages[used, head].reshape(-1, dim)[:length].astype(np.float64)
+                * np.broadcast_to(self.options.get(name, 1.0), q.shape[1])[head]
+                for pages, name in ((self.k_pages, "k_scale"), (self.v_pages, "v_scale"))
+            )
+            scores = np.where(visible, q[:, head] @ k.T * dim**-0.5, -np.inf)
+            magnitude = np.where(visible, np.abs(q[:, head]) @ np.abs(k).T * dim**-0.5, 0)
+            top = np.max(scores, axis=1, initial=-1e30)
+            weights = np.exp(scores - top[:, None])
+            total = weights.sum(axis=1)
+            seen = np.where(total > 0, total, 1)
+            with np.errstate(divide="ignore"):
+                lse = top + np.log(total)
+            weights /= seen[:, None]
+            largest = np.max(magnitude, axis=1, initial=0)
+            results.append((weights @ v, lse, weights @ np.abs(v), largest))
+        return Sampled(*(np.stack(arrays, axis=1) for arrays in zip(*results, strict=True)))
 
     def decode(
         self, q: np.ndarray, q_scale: np.ndarray | None = None

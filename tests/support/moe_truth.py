@@ -7,6 +7,7 @@ up in another order, and on tensor cores with fewer bits than float32 has. ``sla
 that may move each result: one e4m3 step of each such value, times its weight.
 """
 
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -60,6 +61,7 @@ def moe_and_slack(
     num_experts = experts.down.shape[0]
     if isinstance(experts, Fp8TensorExperts) and x_scale is None:
         x_scale = experts.input_scale
+    matrices_of = functools.cache(lambda expert: matrices(experts, expert))
     out, slack = np.zeros(x.shape), np.zeros(x.shape)
     for t in range(len(x)):
         row_scale = None if x_scale is None else np.asarray(x_scale, np.float64)
@@ -68,7 +70,8 @@ def moe_and_slack(
         for k in range(ids.shape[1]):
             expert = ids[t, k] - offset
             if ids[t, k] >= 0 and 0 <= expert < num_experts:
-                value, spare = network(x[t], row_scale, experts, int(expert))
+                own = matrices_of(int(expert))
+                value, spare = network(x[t], row_scale, experts, int(expert), own)
                 out[t] += weights[t, k] * value
                 slack[t] += abs(weights[t, k]) * spare
         if shared is not None:
@@ -81,24 +84,35 @@ def moe_and_slack(
     return out, slack
 
 
-def network(x: np.ndarray, scale: Any, experts: Experts, e: int) -> tuple[np.ndarray, np.ndarray]:
-    """An expert's output for one row, and the slack of it."""
+def matrices(experts: Experts, e: int) -> list[np.ndarray]:
+    """An expert's gate, up and down in float64, dequantised."""
+    if isinstance(experts, Fp8BlockExperts):
+        return [block_weight(experts, e, half) for half in (0, 1, None)]
+    weights = [
+        weight64(w) for w in (experts.gate_up[e, 0], experts.gate_up[e, 1], experts.down[e])
+    ]
     if isinstance(experts, DenseExperts):
-        gate, up = (weight64(experts.gate_up[e, i]) @ x.astype(np.float64) for i in range(2))
-        hidden = silu(gate) * up
+        return weights
+    scales = (experts.gate_scale[e], experts.up_scale[e], experts.down_scale[e])
+    return [weight * float(scale) for weight, scale in zip(weights, scales, strict=True)]
+
+
+def network(
+    x: np.ndarray, scale: Any, experts: Experts, e: int, weights: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """An expert's output for one row, and the slack of it; weights: its :func:`matrices`."""
+    gate, up, down = weights
+    if isinstance(experts, DenseExperts):
+        hidden = silu(gate @ x.astype(np.float64)) * (up @ x.astype(np.float64))
         hidden = hidden.astype(x.dtype).astype(np.float64)
-        out = weight64(experts.down[e]) @ hidden
+        out = down @ hidden
         return out, np.zeros_like(out)
     if isinstance(experts, Fp8TensorExperts):
         own = x if x.dtype == E4M3 else quantize(x, scale)
         own = own.astype(np.float64) * scale
-        gate = weight64(experts.gate_up[e, 0]) * float(experts.gate_scale[e])
-        up = weight64(experts.gate_up[e, 1]) * float(experts.up_scale[e])
         act = float(np.broadcast_to(experts.act_scale, len(experts.down))[e])
-        down = weight64(experts.down[e]) * float(experts.down_scale[e])
         return through_e4m3(own, gate, up, down, lambda v: quantize(v, act).astype(float) * act)
     own = x.astype(np.float64) * spread(scale, len(x)) if x.dtype == E4M3 else by_groups(x)
-    gate, up, down = (block_weight(experts, e, half) for half in (0, 1, None))
     return through_e4m3(own, gate, up, down, by_groups)
 
 
