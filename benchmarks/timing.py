@@ -31,9 +31,9 @@ MOST_LAYERS = 128
 """XLA compiles every layer. Operands so small that these do not fill the L2 are not weights or
 long caches, but what the step before has just written: they are in it in a model too."""
 MOST_BYTES = 6_000_000_000
-"""Of a pass, as the recorded peers' had several GB: with larger layers it has fewer of them. What a
-pass takes costs time of its own: with 32 GB, as the weights and caches of a model may take, large
-rows of decode and experts are 2 to 3 % slower than with 6, on the same device."""
+"""Of a pass, as the recorded peers' had several GB: with larger layers it has fewer of them. What
+a pass takes costs time of its own: with 32 GB, as the weights and caches of a model may take,
+large rows of decode and experts are 2 to 3 % slower than with 6, on the same device."""
 FEWEST_LAYERS = 8
 """XLA makes a graph of five commands or more."""
 MIN_PASSES = 2
