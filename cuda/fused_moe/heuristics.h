@@ -96,7 +96,7 @@ inline int choose_wide_rows(const Problem& p, int num_sms) {
   return spare > 0 && spare * spare >= 4 * mean ? 128 : kWideMostRows;
 }
 
-// Pairs whose expert lives on this rank.
+// Pairs whose expert lives on this rank, as far as the sizes tell.
 inline int64_t own_pairs(const Problem& p) {
   const int sharing = sharing_experts(p);
   return (num_pairs(p) * p.experts + sharing - 1) / sharing;

@@ -14,8 +14,7 @@ namespace jax_hpc::fused_moe {
 
 constexpr int kOneWarps = kScanWarps;
 constexpr int kOneThreads = kOneWarps * kWarpSize;
-constexpr int kOneRounds = 4;
-static_assert(kPairsOfOne <= kOneRounds * kOneThreads);
+constexpr int kOneRounds = ceil_div(kPairsOfOne, kOneThreads);
 constexpr int kClusterWarps = 16;
 constexpr int kClusterThreads = kClusterWarps * kWarpSize;
 constexpr int kClusterRounds = kPairsOfCluster / (kSortingCluster * kClusterThreads);
