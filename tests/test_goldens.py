@@ -96,8 +96,9 @@ def test_bf16_logits(directories: dict[str, Path], name: str, prompt: str) -> No
 
 @pytest.mark.parametrize("name", ["tiny_fp8", "tiny_qwen3_fp8", "tiny_hy3_fp8"])
 def test_fp8_logits(directories: dict[str, Path], name: str) -> None:
-    """As loaded: fp8 with quantised activations, and dense layers of blocks dequantised. In float32
-    against the same quantisation points in float64, in both dtypes against dequantised weights."""
+    """As loaded: fp8 with quantised activations, but linear layers in blocks dequantised. In
+    float32 against the same quantisation points in float64, and in both dtypes against the
+    dequantised weights."""
     data, recipe = golden(name), golden_checkpoints.RECIPES[name]
     prompt = data["long.tokens"], data["long.positions"]
     truth = Truth(recipe, golden_checkpoints.make_tensors(recipe), quantized=True)

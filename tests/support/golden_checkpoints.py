@@ -73,7 +73,13 @@ def _uniform(recipe: Recipe, name: str, shape: tuple[int, ...], std: float) -> n
 
 
 def _shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every weight, as the family's published checkpoints store them."""
+    """Every weight of the checkpoint."""
+    drafts = _draft_shapes(recipe) if recipe.family == "hy_v3" else {}
+    return weight_shapes(recipe) | drafts
+
+
+def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the model's weights, as the family's published checkpoints store them."""
     r = recipe
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (r.vocab, r.hidden)}
     for index in range(r.layers):
@@ -81,7 +87,7 @@ def _shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     shapes["model.norm.weight"] = (r.hidden,)
     if not r.tied:
         shapes["lm_head.weight"] = (r.vocab, r.hidden)
-    return shapes | (_draft_shapes(r) if r.family == "hy_v3" else {})
+    return shapes
 
 
 def _layer_shapes(r: Recipe, index: int) -> dict[str, tuple[int, ...]]:
