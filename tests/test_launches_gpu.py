@@ -8,7 +8,6 @@ number of steps, and the only copy that these tests allow. The carry is donated,
 loop: else XLA copies all of it before the first step.
 """
 
-import collections
 import dataclasses
 import re
 from typing import Any
@@ -29,8 +28,6 @@ pytestmark = pytest.mark.gpu
 
 COUNTER = 4  # bytes of a loop's counter
 LAYERS = 6  # XLA makes a graph of five commands or more
-POLL = ("cuStreamQuery", "cuCtxSetCurrent", "cuStreamIsCapturing")
-"""Calls of one poll of a stream by the runtime, which comes with time and not with steps."""
 
 
 @pytest.fixture(params=sorted(kernel_makers()))
@@ -134,18 +131,12 @@ def calls_of_steady_state(loop: Loop, layers: list[Any]) -> DriverCalls:
     return calls
 
 
-def without_polls(calls: DriverCalls) -> collections.Counter[str]:
-    polls = dict.fromkeys(POLL, calls["cuStreamQuery"])
-    return collections.Counter({name: count - polls.get(name, 0) for name, count in calls.items()})
-
-
 def test_a_step_is_one_graph_and_nothing_else(pure: Call) -> None:
     """Eight steps more are eight graph launches more, and no other call of the driver at all."""
     layers = layers_of(pure)
     few, many = (calls_of_steady_state(Loop(pure, steps, layers), layers) for steps in (4, 12))
-    count = {steps: without_polls(calls) for steps, calls in ((4, few), (12, many))}
-    more = count[12].copy()
-    more.subtract(count[4])
+    more = many.without_polls()
+    more.subtract(few.without_polls())
     more = {name: difference for name, difference in more.items() if difference != 0}
     said = f"8 steps more: {more}\n4 steps: {few}\n12 steps: {many}"
     assert more == {"cuGraphLaunch": 8}, said

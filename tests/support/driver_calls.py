@@ -15,6 +15,8 @@ from typing import Any
 
 _DRIVER_API = 1
 _ENTER = 0
+_POLL = ("cuStreamQuery", "cuCtxSetCurrent", "cuStreamIsCapturing")
+"""Calls of one poll."""
 _LAUNCH = re.compile(r"cuLaunch(Cooperative)?Kernel")
 _MOVE = re.compile(r"cuMem(cpy|set)")
 # Copies, and fills by bytes: all take their number of bytes as the third of eight-byte fields.
@@ -66,6 +68,11 @@ class DriverCalls(collections.Counter[str]):
     def graphs(self) -> int:
         """Graphs launched."""
         return self["cuGraphLaunch"]
+
+    def without_polls(self) -> collections.Counter[str]:
+        """Without the runtime's polls of a stream, which come with time and not with work."""
+        polls = dict.fromkeys(_POLL, self["cuStreamQuery"])
+        return +collections.Counter({name: n - polls.get(name, 0) for name, n in self.items()})
 
 
 @contextlib.contextmanager
