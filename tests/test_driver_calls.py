@@ -9,6 +9,7 @@ def test_polls_are_not_counted() -> None:
     polled.update(cuGraphLaunch=4, cuCtxSetCurrent=23, cuStreamIsCapturing=20, cuStreamQuery=19)
     quiet.update(cuGraphLaunch=4, cuCtxSetCurrent=4, cuStreamIsCapturing=1)
     assert polled.without_polls() == quiet.without_polls() == dict(quiet)
+    assert (polled.polls, quiet.polls) == (19, 0)
 
 
 def test_a_copy_in_each_step_is_counted() -> None:

@@ -69,9 +69,13 @@ class DriverCalls(collections.Counter[str]):
         """Graphs launched."""
         return self["cuGraphLaunch"]
 
+    @property
+    def polls(self) -> int:
+        """Polls of a stream: the runtime's come with time and not with work."""
+        return self["cuStreamQuery"]
+
     def without_polls(self) -> collections.Counter[str]:
-        """Without the runtime's polls of a stream, which come with time and not with work."""
-        polls = dict.fromkeys(_POLL, self["cuStreamQuery"])
+        polls = dict.fromkeys(_POLL, self.polls)
         return +collections.Counter({name: n - polls.get(name, 0) for name, n in self.items()})
 
 
