@@ -130,8 +130,6 @@ struct Weights {
   const float* gate_up_block_scale;
   const float* down_block_scale;
   int act_scale_stride;  // 1; 0 where act_scale is a single value
-
-  __device__ float act_scale_of(int expert) const { return act_scale[expert * act_scale_stride]; }
 };
 
 // What gate-up passes to down and down to the reduction, by row; rows that no pair fills are
@@ -159,8 +157,12 @@ inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
 
 inline std::ostream& operator<<(std::ostream& out, const Config& c) {
   out << "tiles of " << c.tile_rows << " rows, ";
-  if (c.is_wide) return out << "wide";
-  return out << c.gate_up_pieces << " pieces";
+  if (c.is_wide) {
+    out << "wide";
+  } else {
+    out << c.gate_up_pieces << " pieces";
+  }
+  return c.discards_outputs ? out << ", outputs discarded" : out;
 }
 
 }  // namespace jax_hpc::fused_moe

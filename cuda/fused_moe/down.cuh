@@ -236,7 +236,7 @@ __device__ __forceinline__ void multiply_down(const StageMemory<Shape>& memory, 
   while (walk.next(tile, part)) {
     float factor = 1.0f;
     if constexpr (Shape::kFormat == Format::kTensor) {
-      factor = arrays.weights.act_scale_of(tile.expert) * arrays.weights.down_scale[tile.expert];
+      factor = down_factor_of(arrays.weights, tile.expert);
     }
     float totals[Shape::kRows / 2] = {};
 #pragma unroll 1

@@ -224,7 +224,7 @@ __device__ __forceinline__ void multiply_down_pairs(const StageMemory<Shape>& me
   while (walk.next(tile, part)) {
     float factor = 1.0f;
     if constexpr (!Shape::kHasBlocks) {
-      factor = arrays.weights.act_scale_of(tile.expert) * arrays.weights.down_scale[tile.expert];
+      factor = down_factor_of(arrays.weights, tile.expert);
     }
     PairSums<Shape::kRows> totals{};
     wait(memory.full(place.stage), place.parity);

@@ -19,16 +19,22 @@ __device__ __forceinline__ void prefetch_weights(const CUtensorMap* map, int x, 
 }
 
 // Asks for gate-up's weights, before the index is there: of an expert that some token has chosen,
-// of each of its `parts` by another CTA. By one thread. `groups` lie between parts.
+// the first of this rank's in 32 pairs, of each of its `parts` by another CTA. By one warp.
+// `groups` lie between parts.
 template <int CtasOfSm, int TurnBytes>
 __device__ __forceinline__ void ask_early(const Problem& p, const Index& index, int turns,
-                                          int parts, int groups, const CUtensorMap* map) {
+                                          int parts, int groups, const CUtensorMap* map, int lane) {
   const auto cta = static_cast<int>(blockIdx.x);
   const int unit = cta / parts;
   const int units = ceil_div(static_cast<int>(gridDim.x), parts);
-  const int expert = local_expert(p.experts, __ldcg(index.topk_ids + unit * num_pairs(p) / units),
-                                  __ldcg(index.expert_offset));
-  if (expert < 0) return;
+  const int64_t pair = unit * num_pairs(p) / units + lane;
+  const int offset = __ldcg(index.expert_offset);
+  const int own =
+      pair < num_pairs(p) ? local_expert(p.experts, __ldcg(index.topk_ids + pair), offset) : -1;
+  const unsigned here = __ballot_sync(kWholeWarp, own >= 0);
+  if (here == 0) return;
+  const int expert = __shfl_sync(kWholeWarp, own, __ffs(static_cast<int>(here)) - 1);
+  if (!elect_one()) return;
   const int count = min(turns, kEarlyBytes / (CtasOfSm * TurnBytes));
 #pragma unroll 1
   for (int turn = 0; turn < count; ++turn) {

@@ -60,8 +60,8 @@ struct FewOrder {
 __device__ __forceinline__ FewOrder order_few(int pairs, int experts, int most_rows,
                                               const int* topk_ids, const int* expert_offset,
                                               int lane) {
-  const int id = lane < pairs ? topk_ids[lane] : -1;
-  const int offset = *expert_offset;
+  const int id = lane < pairs ? __ldcg(topk_ids + lane) : -1;
+  const int offset = __ldcg(expert_offset);
   const int expert = lane < pairs ? local_expert(experts, id, offset) : -1;
   const uint32_t here = __ballot_sync(kWholeWarp, expert >= 0);
   Order order = order_lanes(static_cast<uint32_t>(max(expert, 0)));

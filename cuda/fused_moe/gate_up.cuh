@@ -166,9 +166,9 @@ __global__ void __launch_bounds__(GateUpShape<TileRows, Pieces, format>::kThread
   const int parts = ceil_div(p.inter, Shape::kColumns);
   const int turns = ceil_div(p.hidden * value_bytes(format), Shape::kTurnBytes);
   if constexpr (Pieces == 1) {
-    if (few == nullptr && warp == Shape::kWeightWarp && elect_one()) {
+    if (few == nullptr && warp == Shape::kWeightWarp) {
       ask_early<Shape::kCtasOfSm, Shape::kRowsAt>(p, arrays.index, turns, parts,
-                                                  Shape::kColumns / kGroupRows, &map);
+                                                  Shape::kColumns / kGroupRows, &map, lane);
     }
   }
   // Weights, and the index of few pairs, do not depend on the kernel before. Tokens do where it

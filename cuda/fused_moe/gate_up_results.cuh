@@ -44,9 +44,9 @@ struct TensorScales {
   float act_reciprocal;
 
   __device__ __forceinline__ TensorScales(const Weights& weights, int expert)
-      : gate(*weights.input_scale * weights.gate_scale[expert]),
-        up(*weights.input_scale * weights.up_scale[expert]),
-        act_reciprocal(1.0f / weights.act_scale_of(expert)) {}
+      : gate(__ldcg(weights.input_scale) * __ldcg(weights.gate_scale + expert)),
+        up(__ldcg(weights.input_scale) * __ldcg(weights.up_scale + expert)),
+        act_reciprocal(1.0f / act_scale_of(weights, expert)) {}
 };
 
 // Those of bf16.

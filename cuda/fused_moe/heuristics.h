@@ -73,23 +73,30 @@ inline int wide_bf16_rows(double mean) {
 //
 // Tiles of 32 rows take as long as the weights take, and are kept; of fp8, tiles of 64 take longer.
 // Of bf16 16 experts x 1536 take 147 / 149 for a mean of 16, 155 / 153 for 32, 196 / 168 for 64 and
-// 302 / 208 for 128. With 192 columns a down product has two stages, and the others stay faster.
+// 302 / 208 for 128.
+//
+// With 192 columns a down product has two stages. Per tensor, 192 or 128 experts: others / wide,
+// tiles of 128 / of 192, for a mean of 43 180 / 192 / 200, of 64 180 / 153 / 153, of 85 311 / 278,
+// of 341 990 / 830 / 773. Of bf16 no faster for any.
 inline int choose_wide_rows(const Problem& p, int num_sms) {
   constexpr int kMostOfOthers = 32;  // rows of a tile, of fp8
   constexpr double kLeastOfBf16 = 45;
-  constexpr int kLeastColumns = 256;
+  constexpr int kLeastColumns = 192;
+  constexpr int kManyColumns = 256;
+  constexpr double kLeastOfFewColumns = 56;
   constexpr int kTaskColumns = kWideWeightRows / 2;  // beside as many rows of up
   const double mean = mean_rows(p);
   const bool is_bf16 = p.format == Format::kBf16;
   const bool is_many = is_bf16 ? mean >= kLeastOfBf16 : choose_tile_rows(p) > kMostOfOthers;
   const int64_t tasks = int64_t{p.experts} * blocks_of(p.inter, kTaskColumns);
   if (!can_be_wide(p) || p.inter < kLeastColumns || !is_many || tasks < num_sms) return 0;
+  if (p.inter < kManyColumns && (is_bf16 || mean < kLeastOfFewColumns)) return 0;
   if (is_bf16) return wide_bf16_rows(mean);
   const double spare = 128 - 1 - mean;
   return spare > 0 && spare * spare >= 4 * mean ? 128 : kWideMostRows;
 }
 
-// Pairs whose expert lives on this rank.
+// Pairs whose expert lives on this rank, as far as the sizes tell.
 inline int64_t own_pairs(const Problem& p) {
   const int sharing = sharing_experts(p);
   return (num_pairs(p) * p.experts + sharing - 1) / sharing;

@@ -134,6 +134,8 @@ cudaError_t launch(const Problem& problem, const Config& config, const Arrays& a
   const Workspace& w = arrays.workspace;
   const Index index{w.tiles, w.header, w.row_token, arrays.topk_ids, arrays.expert_offset};
   const TokenRows x = prepared_rows(problem, config, arrays);
+  // Its first kernel never overlaps with what comes before the call: what the call is given is
+  // complete when any kernel of the chain starts.
   cudaError_t status = launch_prepare(problem, config, arrays, overlaps, stream);
   if (status == cudaSuccess) {
     status = launch_gate_up(problem, config, index, x, arrays.weights, w.rows, overlaps, num_sms,

@@ -95,12 +95,6 @@ constexpr bool quantizes_x(Format format, bool x_is_fp8) {
   return format != Format::kBf16 && !x_is_fp8;
 }
 
-// Kernels that a call launches, one after the other.
-constexpr int num_launches(const Problem& p, const Config& c) {
-  const int sorting = sorting_of(p) == Sorting::kSegments ? 2 : 1;
-  return sorting + (c.is_wide ? 1 : 0) + 3;
-}
-
 // cudaErrorInvalidValue for a problem that is not supported. `overlaps`: each kernel may start
 // while the one before it ends. The results do not depend on it.
 cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,

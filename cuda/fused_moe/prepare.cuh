@@ -14,8 +14,7 @@ namespace jax_hpc::fused_moe {
 
 constexpr int kOneWarps = kScanWarps;
 constexpr int kOneThreads = kOneWarps * kWarpSize;
-constexpr int kOneRounds = 4;
-static_assert(kPairsOfOne <= kOneRounds * kOneThreads);
+constexpr int kOneRounds = ceil_div(kPairsOfOne, kOneThreads);
 constexpr int kClusterWarps = 16;
 constexpr int kClusterThreads = kClusterWarps * kWarpSize;
 constexpr int kClusterRounds = kPairsOfCluster / (kSortingCluster * kClusterThreads);
@@ -25,6 +24,28 @@ constexpr int kPlaceWarps = 16;
 constexpr int kPlaceThreads = kPlaceWarps * kWarpSize;
 constexpr int kPlaceRounds = kPairsOfSegment / kPlaceThreads;
 static_assert(kWords <= kClusterThreads && kWords <= kCountThreads && kWords <= kPlaceThreads);
+
+// How every kernel that sorts begins: `shared` has each warp's counts then.
+template <int kWarps, int kRounds>
+__device__ __forceinline__ void rank_segment(const Plan& plan, const Arrays& a,
+                                             const Segment& segment, IndexShared<kWarps>& shared,
+                                             Ranks<kRounds>& ranks) {
+  read_experts(plan, a, segment, ranks);
+  rank_pairs(plan, segment, shared.counts[warp_index()], ranks);
+  __syncthreads();
+}
+
+// And how it ends. `counts`: of the thread's word, if it has one.
+template <int kWarps, int kRounds>
+__device__ __forceinline__ void place_segment(const Plan& plan, const Arrays& a,
+                                              const Segment& segment, const Counts& counts,
+                                              IndexShared<kWarps>& shared,
+                                              const Ranks<kRounds>& ranks) {
+  place_experts(plan, a.workspace, shared, counts);
+  each_row(shared, segment, ranks, [&](int pair, int expert, int row) {
+    write_pair(plan, a.workspace, pair, expert, row);
+  });
+}
 
 // CTA 0 indexes, the others quantise.
 template <bool kPerGroup>
@@ -45,16 +66,11 @@ __global__ __launch_bounds__(kOneThreads) void prepare_kernel(const __grid_const
   }
   const Segment segment(plan);
   Ranks<kOneRounds> ranks;
-  read_experts(plan, a, segment, ranks);
-  rank_pairs(plan, segment, shared.counts[warp_index()], ranks);
-  __syncthreads();
+  rank_segment(plan, a, segment, shared, ranks);
   const int word = static_cast<int>(threadIdx.x);
   Counts counts{};
   if (word < plan.words) counts = unpacked(sum_warps(shared, word));
-  place_experts(plan, a.workspace, shared, counts);
-  each_row(shared, segment, ranks, [&](int pair, int expert, int row) {
-    write_pair(plan, a.workspace, pair, expert, row);
-  });
+  place_segment(plan, a, segment, counts, shared, ranks);
 }
 
 // What the CTAs of a cluster send each other, and the barrier that their bytes count on.
@@ -117,19 +133,14 @@ __global__ __launch_bounds__(kClusterThreads, kClusterCtasOfSm) void prepare_clu
   cluster_arrive_relaxed();
   const Segment segment(plan);
   Ranks<kClusterRounds> ranks;
-  read_experts(plan, a, segment, ranks);
-  rank_pairs(plan, segment, shared.counts[warp_index()], ranks);
-  __syncthreads();
+  rank_segment(plan, a, segment, shared, ranks);
   cluster_wait();
   const int word = static_cast<int>(threadIdx.x);
   if (word < plan.words) send_counts(counts, word, sum_warps(shared, word));
   clear_arrivals(plan, a.workspace);
   Counts counted{};
   if (word < plan.words) counted = receive_counts(counts, word);
-  place_experts(plan, a.workspace, shared, counted);
-  each_row(shared, segment, ranks, [&](int pair, int expert, int row) {
-    write_pair(plan, a.workspace, pair, expert, row);
-  });
+  place_segment(plan, a, segment, counted, shared, ranks);
 }
 
 // The first plan.ctas count their pairs, the others quantise.
@@ -203,9 +214,7 @@ __global__ __launch_bounds__(kPlaceThreads) void place_kernel(const __grid_const
   for (int i = word; i < kMostExperts; i += kPlaceThreads) sums.all[i] = sums.before[i] = 0;
   const Segment segment(plan);
   Ranks<kPlaceRounds> ranks;
-  read_experts(plan, a, segment, ranks);
-  rank_pairs(plan, segment, shared.counts[warp_index()], ranks);
-  __syncthreads();
+  rank_segment(plan, a, segment, shared, ranks);
   wait_for_previous_kernel();
   let_next_kernel_start();
   sum_segments(plan, a.workspace.counts, sums);
@@ -219,10 +228,7 @@ __global__ __launch_bounds__(kPlaceThreads) void place_kernel(const __grid_const
       counts.before[i] = sums.before[2 * word + i];
     }
   }
-  place_experts(plan, a.workspace, shared, counts);
-  each_row(shared, segment, ranks, [&](int pair, int expert, int row) {
-    write_pair(plan, a.workspace, pair, expert, row);
-  });
+  place_segment(plan, a, segment, counts, shared, ranks);
 }
 
 }  // namespace jax_hpc::fused_moe

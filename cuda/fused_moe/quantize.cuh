@@ -69,7 +69,7 @@ __device__ __forceinline__ uint4 quantized(const uint4& low, const uint4& high,
   if constexpr (kPerGroup) {
     scale = scale_of_largest(largest_of_group(values));
   } else {
-    scale = __ldg(weights.input_scale);
+    scale = __ldcg(weights.input_scale);
   }
   const float factor = __frcp_rn(scale);
   uint32_t packed[4];

@@ -41,7 +41,7 @@ struct WideDownTask {
       multiply_wide_bf16<Rows>(memory, turns, f, place, totals);
       write_floats<Rows>(totals);
     } else {
-      const float factor = a.weights.act_scale_of(tile.expert) * a.weights.down_scale[tile.expert];
+      const float factor = down_factor_of(a.weights, tile.expert);
       multiply_wide<Rows>(memory, turns, f, place, totals);
       stage<Rows>(factor, totals);
       write();
