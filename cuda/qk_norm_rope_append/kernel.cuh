@@ -115,7 +115,7 @@ __global__ __launch_bounds__(kMostThreads, kCtasOfSm) void prologue_kernel(
   const StageAddresses<kHeadDim> stage(stages[warp], lane);
 
   // What waits for no other value is asked for first.
-  Asker<kHeadDim, Rotation::kRowAlignment> asker(p, a, first_token, first.turn, lane, at);
+  Asker<kHeadDim, Rotation> asker(p, a, first_token, first.turn, lane, at);
   const int slots = __ldg(a.slots + min(first_token + lane, p.tokens - 1));
   Turn asked = first;
 #pragma unroll
@@ -171,7 +171,7 @@ __global__ __launch_bounds__(kMostThreads, kCtasOfSm) void prologue_kernel(
     rotation.turn(p, row, weight, norm == Norm::kBeforeRope, at, x, target.is_turned);
     if (norm == Norm::kAfterRope) {
       sum = sum_of_squares(x);
-      if (target.is_turned) weigh(weight, at, x);
+      if (target.is_turned) weigh<kHeadDim>(weight, at, x);
     }
     float most = kQuantizes ? largest(x) : 0;
     join_head<kLanes, kQuantizes>(sum, most);

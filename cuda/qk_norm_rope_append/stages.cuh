@@ -55,7 +55,7 @@ struct Turn {
 };
 
 // Asks for the values of turns, one after the other, and for their rows of the table.
-template <int kHeadDim, int kRowAlignment>
+template <int kHeadDim, class Rotation>
 class Asker {
  public:
   // The warp's first token, and the lane's first value of the first turn.
@@ -80,12 +80,15 @@ class Asker {
 
   // The whole warp asks, each lane for a part.
   __device__ void ask_row(const Turn& turn, SharedAddress to) const {
-    constexpr int kFloats = kRowAlignment / sizeof(float);
+    constexpr int kFloats = Rotation::kRowAlignment / sizeof(float);
     const int wanted = __shfl_sync(0xffffffffu, positions_, turn.token);
-    const float* from = a_.cos_sin + int64_t{min(max(wanted, 0), p_.positions - 1)} * p_.rotary;
+    const int rotary = Rotation::kIsPlain ? kHeadDim : p_.rotary;
+    const float* from = a_.cos_sin + int64_t{min(max(wanted, 0), p_.positions - 1)} * rotary;
 #pragma unroll 1
-    for (int i = lane_ * kFloats; i < p_.rotary; i += 32 * kFloats) {
-      if (kRowAlignment == 16) {
+    for (int i = lane_ * kFloats; i < rotary; i += 32 * kFloats) {
+      if (Rotation::kSplitsRow) {
+        copy_16(to + split_vector<kHeadDim>(i / 4), from + i, true);
+      } else if (Rotation::kRowAlignment == 16) {
         copy_16(to + 4 * i, from + i, true);
       } else {
         copy_4(to + 4 * i, from + i);
@@ -129,7 +132,10 @@ class WeightCopy {
   }
   __device__ void write(SharedAddress to) const {
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) store_shared_float(to + 4 * (lane_ + 32 * i), parts_[i]);
+    for (int i = 0; i < kParts; ++i) {
+      const unsigned place = lane_ + 32 * i;
+      store_shared_float(to + split_vector<kHeadDim>(place / 4) + 4 * (place % 4), parts_[i]);
+    }
   }
 
  private:

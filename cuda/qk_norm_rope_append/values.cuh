@@ -33,9 +33,21 @@ __device__ __forceinline__ void read_chunk(SharedAddress from, float* values) {
   unpack(__float_as_uint(v.z), values + 4);
   unpack(__float_as_uint(v.w), values + 6);
 }
-__device__ __forceinline__ void read_shared(SharedAddress from, float* values) {
-  const float4 low = load_shared(from);
-  const float4 high = load_shared(from + sizeof(float4));
+
+// A head's floats in shared memory lie in vectors of four, the even ones first. Lanes read eight
+// floats each, an even vector and the odd one behind it: side by side, eight lanes would meet in
+// half of the banks with either.
+template <int kHeadDim>
+__device__ constexpr SharedAddress split_vector(unsigned vector) {
+  return sizeof(float4) * ((vector % 2) * (kHeadDim / 8) + vector / 2);
+}
+
+// Eight floats, of which `first` is the first, of a head that lies so.
+template <int kHeadDim>
+__device__ __forceinline__ void read_split(SharedAddress head, int first, float* values) {
+  const SharedAddress even = head + 2 * first;
+  const float4 low = load_shared(even);
+  const float4 high = load_shared(even + split_vector<kHeadDim>(1));
   values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
   values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
 }
