@@ -22,47 +22,51 @@ struct Target {
   bool is_turned = false;  // and normalised
   bool is_written = false;
   bool is_fp8;
-  int rows;        // from a head to the next
-  float factor;    // fp8, a scale of others': its reciprocal
-  float* dynamic;  // fp8: where a scale of its own goes, or null
-  uint8_t* to;     // the lane's first value
+  bool is_dynamic;  // fp8 with a scale of its own
+  uint32_t row;     // of the array; of 64 bytes or more, 2^32 of them are in no memory
+  uint32_t step;    // to the row of the lane's next head
+  float factor;     // fp8 with a scale of others': its reciprocal
+  uint8_t* to;      // the lane's first value of row 0
+  float* scales;    // of row 0
+  SharedAddress weight;
 
   // The lane's next head is `head`; `slot` is the token's.
   template <int kHeadDim>
   __device__ void aim(const Problem& p, const Arrays& a, Divisor page_size, int token, int slot,
-                      int head, int value) {
-    int64_t row;
+                      int head, int value, const StageAddresses<kHeadDim>& stage) {
+    constexpr int kHeads = heads_of_warp(kHeadDim);
     void* base;
-    dynamic = nullptr;
     factor = 1;
     if (head < p.q_heads) {
-      row = int64_t{token} * p.q_heads + head;
-      rows = 1;
+      row = static_cast<uint32_t>(token) * p.q_heads + head;
+      step = kHeads;
       base = a.q;
+      scales = a.q_scale;
       is_turned = is_written = true;
-      is_fp8 = p.fp8_q;
-      if (is_fp8) dynamic = a.q_scale + row;
+      is_fp8 = is_dynamic = p.fp8_q;
       until = p.q_heads;
+      weight = stage.weight(true);
     } else {
       const bool is_k = head < p.q_heads + p.kv_heads;
       const int kv_head = head - p.q_heads - (is_k ? 0 : p.kv_heads);
       is_written = slot >= 0 && slot < p.pages * p.page_size;
-      const int page = page_size.quotient(is_written ? slot : 0);
-      row = (int64_t{page} * p.kv_heads + kv_head) * p.page_size + (slot - page * p.page_size);
-      rows = p.page_size;
+      const uint32_t page = page_size.quotient(is_written ? slot : 0);
+      row = (page * (p.kv_heads - 1) + kv_head) * p.page_size + slot;
+      step = kHeads * p.page_size;
       base = is_k ? a.k_pages : a.v_pages;
+      scales = a.k_scale_pages;
       is_turned = is_k;
       is_fp8 = is_k ? p.fp8_k : p.fp8_v;
+      is_dynamic = is_k && p.k_scale_per_token;
       until = is_k ? p.q_heads + p.kv_heads : p.heads();
-      if (is_k && p.k_scale_per_token) {
-        dynamic = a.k_scale_pages + row;
-      } else if (is_fp8) {
+      weight = stage.weight(false);
+      if (is_fp8 && !is_dynamic) {
         const Scale kind = is_k ? p.k_scale : p.v_scale;
         factor = reciprocal_of(kind, is_k ? a.k_scale : a.v_scale, kv_head);
         if (kind == Scale::kHead) until = head + 1;
       }
     }
-    to = static_cast<uint8_t*>(base) + (row * kHeadDim + value) * (is_fp8 ? 1 : 2);
+    to = static_cast<uint8_t*>(base) + value * (is_fp8 ? 1 : 2);
   }
 
   // Writes a lane's two chunks, `apart` values from each other, times `scale`, and goes on to its
@@ -70,24 +74,19 @@ struct Target {
   template <int kHeadDim, bool kQuantizes>
   __device__ void write_head(float (&x)[kValues], int apart, float scale, float most,
                              bool is_first_lane) {
-    constexpr int kHeads = heads_of_warp(kHeadDim);
     if (kQuantizes && is_fp8) {
-      float reciprocal = factor;
-      if (dynamic != nullptr) {
-        const float own = scale_of_largest(most * scale);
-        reciprocal = quick_reciprocal(own);
-        if (is_first_lane) *dynamic = own;
-        dynamic += int64_t{rows} * kHeads;
-      }
-      scale = finite(scale * reciprocal);
-      write_fp8(to, x, scale);
-      write_fp8(to + apart, x + kChunk, scale);
-      to += int64_t{rows} * (kHeads * kHeadDim);
+      const float own = scale_of_largest(most * scale);
+      if (is_dynamic && is_first_lane) store(scales + row, own);
+      scale = finite(scale * (is_dynamic ? quick_reciprocal(own) : factor));
+      uint8_t* const at = to + uint64_t{row} * kHeadDim;
+      write_fp8(at, x, scale);
+      write_fp8(at + apart, x + kChunk, scale);
     } else {
-      write_bf16(to, x, scale);
-      write_bf16(to + 2 * apart, x + kChunk, scale);
-      to += int64_t{rows} * (2 * kHeads * kHeadDim);
+      uint8_t* const at = to + uint64_t{row} * (2 * kHeadDim);
+      write_bf16(at, x, scale);
+      write_bf16(at + 2 * apart, x + kChunk, scale);
     }
+    row += step;
   }
 };
 
@@ -111,7 +110,7 @@ __global__ __launch_bounds__(kMostThreads, kCtasOfSm) void prologue_kernel(
   if (count <= 0) return;
   const int first_token = turns_of_token_divisor.quotient(begin);
   const Turn first{0, begin - first_token * turns};
-  const Places at = Rotation::places(p, lane % kLanes);
+  const Places at = Rotation::places(p, kept(lane % kLanes));
   const StageAddresses<kHeadDim> stage(stages[warp], lane);
 
   // What waits for no other value is asked for first.
@@ -160,18 +159,17 @@ __global__ __launch_bounds__(kMostThreads, kCtasOfSm) void prologue_kernel(
     }
     const bool has_head = head < p.heads();
     if (has_head && head >= target.until) {
-      target.aim<kHeadDim>(p, a, page_size, first_token + now.token, slot, head, at.first);
+      target.aim(p, a, page_size, first_token + now.token, slot, head, at.first, stage);
     }
     float x[kValues];
     read_chunk(stage.chunks(i), x);
     read_chunk(stage.chunks(i) + stage.kSecondChunk, x + kChunk);
     // The norm's factor, one for the head, is left to the end.
     float sum = sum_of_squares(x);
-    const SharedAddress weight = stage.weight(head < p.q_heads);
-    rotation.turn(p, row, weight, norm == Norm::kBeforeRope, at, x, target.is_turned);
+    rotation.turn(p, row, target.weight, norm == Norm::kBeforeRope, at, x, target.is_turned);
     if (norm == Norm::kAfterRope) {
       sum = sum_of_squares(x);
-      if (target.is_turned) weigh<kHeadDim>(weight, at, x);
+      if (target.is_turned) weigh<kHeadDim>(target.weight, at, x);
     }
     float most = kQuantizes ? largest(x) : 0;
     join_head<kLanes, kQuantizes>(sum, most);

@@ -82,6 +82,10 @@ __device__ __forceinline__ void store(void* to, const uint2& v) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(v.x), "r"(v.y) : "memory");
 }
 
+__device__ __forceinline__ void store(float* to, float v) {
+  asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(v) : "memory");
+}
+
 // Eight values, times a factor.
 __device__ __forceinline__ void write_bf16(void* to, const float* v, float factor) {
   uint32_t pairs[kChunk / 2];
@@ -128,14 +132,16 @@ __device__ __forceinline__ float sum_of_squares(const float (&x)[kValues]) {
 }
 
 __device__ __forceinline__ float largest(const float (&x)[kValues]) {
-  float most = larger_magnitude(x[0], x[kChunk]);
-  float other = larger_magnitude(x[1], x[kChunk + 1]);
+  // Magnitudes are in order as integers too, NaN above all: of those, the larger of three is one
+  // instruction.
+  int pairs[kChunk];
 #pragma unroll
-  for (int i = 2; i < kChunk; i += 2) {
-    most = larger_magnitude(larger_magnitude(most, x[i]), x[i + kChunk]);
-    other = larger_magnitude(larger_magnitude(other, x[i + 1]), x[i + 1 + kChunk]);
+  for (int i = 0; i < kChunk; ++i) {
+    pairs[i] = __float_as_int(larger_magnitude(x[i], x[i + kChunk]));
   }
-  return larger_magnitude(most, other);
+  const int most = __vimax3_s32(pairs[0], pairs[1], pairs[2]);
+  const int other = __vimax3_s32(pairs[3], pairs[4], pairs[5]);
+  return __int_as_float(max(__vimax3_s32(most, pairs[6], pairs[7]), other));
 }
 
 // Over the lanes of a head; every lane of the warp takes part. The steps of both go side by side.
