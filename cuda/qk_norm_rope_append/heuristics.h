@@ -13,10 +13,9 @@ namespace jax_hpc::qk_norm_rope_append {
 inline Config choose(const Problem& p) {
   constexpr int kSms = 132;
   constexpr int kResidentWarps = kSms * kMostWarps * kCtasOfSm;
-  const int turns = turns_of_token(p);
-  const int64_t all = int64_t{p.tokens} * turns;
+  const int64_t all = turns_of(p);
   const int64_t turns_of_warp =
-      std::min<int64_t>((all + kResidentWarps - 1) / kResidentWarps, most_turns(turns));
+      std::min<int64_t>((all + kResidentWarps - 1) / kResidentWarps, most_turns(p));
   const int64_t warps = (all + turns_of_warp - 1) / turns_of_warp;
   return {static_cast<int>(std::clamp<int64_t>(warps / kSms, 1, kMostWarps)),
           static_cast<int>(turns_of_warp)};

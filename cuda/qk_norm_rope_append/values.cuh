@@ -58,6 +58,12 @@ __device__ __forceinline__ float load_shared_float(SharedAddress from) {
   return value;
 }
 
+__device__ __forceinline__ int load_shared_int(SharedAddress from) {
+  int value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void store_shared_float(SharedAddress to, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }
