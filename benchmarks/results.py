@@ -13,8 +13,9 @@ HERE = Path(__file__).parent
 BASELINES = HERE / "baselines" / "h200.jsonl"
 RESULTS = HERE / "results" / "h200"
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
-SAME_DEVICE = ("device", "driver", "jax", "jaxlib")
-"""Meta fields that all rows of a file share; sources may differ, and each row has its own."""
+SAME_DEVICE = ("device", "driver", "host", "jax", "jaxlib")
+"""Meta fields that all rows of a file share, ``host`` only where the host is what is measured;
+sources may differ, and each row has its own."""
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -23,6 +23,7 @@ CASE_KEYS: Mapping[str, tuple[str, ...]] = {
     "prologue-fp8": ("heads", "T"),
     "rms-norm": ("H", "T"),
     "generate": ("model", "layers", "batch", "prompt", "new", "kv"),
+    "loading": ("arrays", "quantize", "layers"),
 }
 """The keys that tell the cases of an op apart, in results and in the recorded baselines."""
 MODULES: Mapping[str, str] = {

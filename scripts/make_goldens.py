@@ -196,6 +196,7 @@ PROMPT_SEEDS = {
     "tiny_dense_tied": 20,
     "tiny_fp8": 10,
     "tiny_qwen3": 31,
+    "tiny_qwen3_fp8": 59,
     "tiny_hy3": 41,
     "tiny_hy3_fp8": 44,
 }

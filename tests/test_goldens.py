@@ -51,6 +51,7 @@ PROMPTS = [
     ("tiny_dense_tied", "long"),
     ("tiny_fp8", "long"),
     ("tiny_qwen3", "long"),
+    ("tiny_qwen3_fp8", "long"),
     ("tiny_hy3", "long"),
     ("tiny_hy3_fp8", "long"),
 ]
@@ -93,19 +94,20 @@ def test_bf16_logits(directories: dict[str, Path], name: str, prompt: str) -> No
     assert cosine(got, want) >= 0.998
 
 
-@pytest.mark.parametrize("name", ["tiny_fp8", "tiny_hy3_fp8"])
+@pytest.mark.parametrize("name", ["tiny_fp8", "tiny_qwen3_fp8", "tiny_hy3_fp8"])
 def test_fp8_logits(directories: dict[str, Path], name: str) -> None:
-    """fp8 with quantised activations: in float32 against the same quantisation points in float64,
-    and in both dtypes against the dequantised weights."""
+    """As loaded: fp8 with quantised activations, but linear layers in blocks dequantised. In
+    float32 against the same quantisation points in float64, and in both dtypes against the
+    dequantised weights."""
     data, recipe = golden(name), golden_checkpoints.RECIPES[name]
     prompt = data["long.tokens"], data["long.positions"]
     truth = Truth(recipe, golden_checkpoints.make_tensors(recipe), quantized=True)
     same_points = truth.logits(prompt[0])[prompt[1]]
     for dtype in ("float32", "bfloat16"):
         model = loaded(directories[name], dtype).model
-        per_tensor = recipe.fp8 == "tensor"
-        assert model.layers[-1].mlp.experts.gate_up.dtype == FP8
-        held = FP8 if per_tensor else jnp.dtype(dtype)
+        if recipe.family != "qwen3":
+            assert model.layers[-1].mlp.experts.gate_up.dtype == FP8
+        held = FP8 if recipe.fp8 == "tensor" else jnp.dtype(dtype)
         assert model.layers[0].self_attn.qkv_proj.weight.dtype == held
         got = logits_of(model, *prompt)
         assert cosine(got, data["long.logits"]) >= 0.995
@@ -115,7 +117,7 @@ def test_fp8_logits(directories: dict[str, Path], name: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "fp8"),
-    [("qwen3", "block"), ("qwen3", "tensor"), ("qwen3_moe", "tensor"), ("hy_v3", "block")],
+    [("qwen3", "tensor"), ("qwen3_moe", "tensor"), ("hy_v3", "block")],
 )
 def test_every_family_loads_every_format(tmp_path: Path, family: Any, fp8: Any) -> None:
     """Also where no golden is: against the same quantisation points in float64."""
@@ -131,7 +133,7 @@ def test_every_family_loads_every_format(tmp_path: Path, family: Any, fp8: Any) 
     assert cosine(got, want) >= 0.9999
 
 
-@pytest.mark.parametrize("name", ["tiny_fp8", "tiny_hy3_fp8"])
+@pytest.mark.parametrize("name", ["tiny_fp8", "tiny_qwen3_fp8", "tiny_hy3_fp8"])
 def test_the_float64_model_is_transformers_on_dequantised_weights(name: str) -> None:
     """So that the quantised truth differs from transformers by its quantisation points alone."""
     data, recipe = golden(name), golden_checkpoints.RECIPES[name]
@@ -149,6 +151,7 @@ def test_the_float64_model_is_transformers_on_dequantised_weights(name: str) -> 
         ("tiny_dense_tied", "short"),
         ("tiny_fp8", "short"),
         ("tiny_qwen3", "short"),
+        ("tiny_qwen3_fp8", "short"),
         ("tiny_hy3", "short"),
         ("tiny_hy3_fp8", "short"),
     ],

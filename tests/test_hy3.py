@@ -1,6 +1,7 @@
 """Hy3: its configuration, what it keeps in float32, and the scales of its fp8 checkpoints."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jax_hpc.checkpoint_plan import find_kv_scales, quantization_format
 from jax_hpc.loading import CheckpointError, load_model
-from jax_hpc.models import Hy3Config
+from jax_hpc.loading.accounting import check_targets
+from jax_hpc.loading.fill import named_arrays
+from jax_hpc.models import Hy3, Hy3Config
 from tests.support import golden_checkpoints as recipes
 from tests.support.golden_runs import golden, logits_of
 from tests.support.numerics import assert_bitwise, cosine
@@ -49,6 +53,21 @@ HUB = {
     "tie_word_embeddings": False,
     "num_nextn_predict_layers": 1,
 }
+"""Of tencent/Hy3."""
+HY_MT2 = HUB | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "intermediate_size": 6912,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+    "expert_hidden_dim": 768,
+    "num_nextn_predict_layers": 0,
+}
+"""Of tencent/Hy-MT2-30B-A3B, whose files hold no layer that drafts tokens."""
+HY_MT2_PARAMETERS = 30_064_725_888
+"""As the hub counts them in the published files."""
 STATIC = {
     "quant_method": "fp8",
     "activation_scheme": "static",
@@ -77,6 +96,47 @@ def test_config_of_the_published_checkpoint() -> None:
     assert (static.expert_format, static.linear_format) == ("fp8_tensor", "fp8_tensor")
     listed = HUB | {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "dense"]}
     assert Hy3Config.from_hf(listed).sparse_layers == (False, True, False)
+
+
+def test_hy_mt2_takes_the_published_tensors() -> None:
+    """Each once, by name and shape, into the whole of a model of 48 layers, without weights."""
+    config = Hy3Config.from_hf(HY_MT2)
+    assert config.sparse_layers == (False,) + (True,) * 47
+    model = nnx.eval_shape(lambda: Hy3(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    plan = model.checkpoint_plan({})
+    arrays = named_arrays(model)
+    check_targets("Hy3", plan, arrays)
+    sources = [source for item in plan for source in item.sources]
+    found = {source.name: source.shape for source in sources}
+    assert len(found) == len(sources)
+    assert found == recipes.weight_shapes(
+        recipes.Recipe(
+            seed=0,
+            family="hy_v3",
+            dense_layers=(0,),
+            hidden=2048,
+            layers=48,
+            q_heads=32,
+            kv_heads=4,
+            head_dim=128,
+            experts=128,
+            expert_intermediate=768,
+            dense_intermediate=6912,
+            vocab=120832,
+        )
+    )
+    assert sum(map(math.prod, found.values())) == HY_MT2_PARAMETERS
+    shapes = {
+        "layers.0.mlp.gate_up_proj.weight": (2 * 6912, 2048),
+        "layers.47.self_attn.qkv_proj.weight": ((32 + 2 * 4) * 128, 2048),
+        "layers.47.mlp.gate.parts": (1, 128, 2048),
+        "layers.47.mlp.gate.bias": (128,),
+        "layers.47.mlp.experts.gate_up": (128, 2, 768, 2048),
+        "layers.47.mlp.experts.down": (128, 2048, 768),
+        "layers.47.mlp.shared_mlp.down_proj.weight": (2048, 768),
+        "lm_head.weight": (120832, 2048),
+    }
+    assert {name: arrays[name].shape for name in shapes} == shapes
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from jax_hpc.ops.decode_attention import decode_attention, decode_schedule
 from jax_hpc.ops.decode_attention.schedule import reference
 from jax_hpc.ops.decode_attention.schedule.signature import Operands, Params
 from tests.support import tiny_models
+from tests.support.attention_bounds import LSE_ERROR, SUM_ERROR
 from tests.support.attention_truth import BF16, E4M3, Problem, make_problem
 from tests.support.decode_calls import schedule_for
 from tests.support.numerics import assert_bitwise, assert_close, cosine
@@ -41,9 +42,6 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, int, dict[str, Any]]] = {
     "fp8-bf16-query": (BF16, E4M3, 1, 8, 2, 128, 128, {"v_scale": 0.25}),
     "fp8-bf16-query-drafts": (BF16, E4M3, 8, 16, 1, 128, 64, {"logit_cap": 5.0}),
 }
-LSE_ERROR = 2e-5
-# Beyond the output's own rounding: probabilities are split in two bf16, or are f16.
-SUM_ERROR = {BF16: 5e-5, E4M3: 2e-3}
 
 
 def draw(name: str, rng: np.random.Generator) -> tuple[Problem, np.ndarray, np.ndarray | None]:

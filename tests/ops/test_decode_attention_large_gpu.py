@@ -10,6 +10,7 @@ import pytest
 
 from jax_hpc import fp8
 from jax_hpc.ops.decode_attention import decode_attention
+from tests.support.attention_bounds import LSE_ERROR, SUM_ERROR
 from tests.support.attention_truth import BF16, E4M3, Problem, make_problem
 from tests.support.numerics import assert_bitwise, assert_close, cosine
 
@@ -34,9 +35,6 @@ CASES: dict[str, tuple[Any, int, int, int, int, list[int]]] = {
     "fp8-many": (E4M3, 1, 8, 2, 128, MANY),
 }
 PAGE_SIZE = 64
-# As in test_decode_attention_gpu.py.
-LSE_ERROR = 2e-5
-SUM_ERROR = {BF16: 5e-5, E4M3: 2e-3}
 
 
 def draw(name: str, rng: np.random.Generator) -> tuple[Problem, np.ndarray, np.ndarray]:

@@ -12,6 +12,7 @@ import pytest
 from jax_hpc import fp8
 from jax_hpc.ops.decode_attention import decode_attention
 from jax_hpc.ops.prefill_attention import prefill_attention
+from tests.support.attention_bounds import LSE_ERROR, SCORE_ERROR, WEIGHT_ERROR
 from tests.support.attention_truth import BF16, E4M3, Problem, make_problem
 from tests.support.numerics import assert_bitwise, assert_close, cosine
 
@@ -54,15 +55,6 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "fp8-bf16-query": (BF16, E4M3, 8, 2, 128, 128, {"v_scale": 0.25}),
     "fp8-bf16-query-cap": (BF16, E4M3, 5, 1, 64, 64, {"logit_cap": 5.0, "sinks": "Hq"}),
 }
-# Rounding of probabilities before their product with the values, a little more than half an ulp:
-# bf16, e4m3.
-WEIGHT_ERROR = {BF16: 1 / 250, E4M3: 1 / 15.5}
-# Float32 sums of probabilities, and their logarithm.
-LSE_ERROR = 2e-5
-# The tensor cores cut each term of a sum of e4m3 products off 13 bits behind the largest of a step
-# of 32. An emulation of that is off by up to 1.7 times 2^-13 of the sum of a score's magnitudes,
-# and gives the very log-sum-exp that the H200 gave where that was 4e-3 off.
-SCORE_ERROR = 2.0**-12
 
 
 class Rows:

@@ -11,6 +11,7 @@ import pytest
 from jax_hpc import fp8
 from jax_hpc.ops.prefill_attention import prefill_attention
 from jax_hpc.ops.prefill_attention.cases import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE
+from tests.support.attention_bounds import LSE_ERROR, SCORE_ERROR, WEIGHT_ERROR
 from tests.support.attention_truth import BF16, E4M3, Problem, make_problem
 from tests.support.numerics import assert_bitwise, assert_close, cosine
 
@@ -21,10 +22,6 @@ GROUP = NUM_Q_HEADS // NUM_KV_HEADS
 # more than the L2 cache shall hold (heads_at_a_time in cuda/prefill_attention/plan.cuh): 80 MiB in
 # bf16, where two heads at a time fit, and 40 MiB in fp8, where four do.
 CHUNKS = [(1, 9000), (3000, 20500), (0, 700), (512, 2500)]
-# As in test_prefill_attention_gpu.py: rounding of probabilities, float32 sums, fp8 products.
-WEIGHT_ERROR = {BF16: 1 / 250, E4M3: 1 / 15.5}
-LSE_ERROR = 2e-5
-SCORE_ERROR = 2.0**-12
 
 
 def draw(rng: np.random.Generator, dtype: Any) -> tuple[Problem, np.ndarray, np.ndarray]:

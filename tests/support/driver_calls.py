@@ -15,6 +15,8 @@ from typing import Any
 
 _DRIVER_API = 1
 _ENTER = 0
+_POLL = ("cuStreamQuery", "cuCtxSetCurrent", "cuStreamIsCapturing")
+"""Calls of one poll."""
 _LAUNCH = re.compile(r"cuLaunch(Cooperative)?Kernel")
 _MOVE = re.compile(r"cuMem(cpy|set)")
 # Copies, and fills by bytes: all take their number of bytes as the third of eight-byte fields.
@@ -66,6 +68,15 @@ class DriverCalls(collections.Counter[str]):
     def graphs(self) -> int:
         """Graphs launched."""
         return self["cuGraphLaunch"]
+
+    @property
+    def polls(self) -> int:
+        """Polls of a stream: the runtime's come with time and not with work."""
+        return self["cuStreamQuery"]
+
+    def without_polls(self) -> collections.Counter[str]:
+        polls = dict.fromkeys(_POLL, self.polls)
+        return +collections.Counter({name: n - polls.get(name, 0) for name, n in self.items()})
 
 
 @contextlib.contextmanager

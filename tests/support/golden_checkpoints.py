@@ -44,6 +44,7 @@ class Recipe:
     tied: bool = False
     dense_layers: tuple[int, ...] = field(default=())
     fp8: Literal["", "block", "tensor"] = ""
+    uneven_blocks: bool = False  # else blocks of a matrix have nearly one scale
     shards: int = 3
     layout: str = "hub"  # "hub": as published; "transformers5": as transformers 5 saves it
 
@@ -58,6 +59,7 @@ RECIPES = {
     ),
     "tiny_fp8": Recipe(seed=3, fp8="block", shards=2),
     "tiny_qwen3": Recipe(seed=4, family="qwen3", tied=True, shards=1),
+    "tiny_qwen3_fp8": Recipe(seed=8, family="qwen3", fp8="block", uneven_blocks=True, shards=2),
     "tiny_hy3": Recipe(seed=5, layers=3, **HY3),
     "tiny_hy3_fp8": Recipe(seed=6, layers=3, fp8="tensor", **HY3),
 }
@@ -71,7 +73,13 @@ def _uniform(recipe: Recipe, name: str, shape: tuple[int, ...], std: float) -> n
 
 
 def _shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every weight, as the family's published checkpoints store them."""
+    """Every weight of the checkpoint."""
+    drafts = _draft_shapes(recipe) if recipe.family == "hy_v3" else {}
+    return weight_shapes(recipe) | drafts
+
+
+def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the model's weights, as the family's published checkpoints store them."""
     r = recipe
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (r.vocab, r.hidden)}
     for index in range(r.layers):
@@ -79,7 +87,7 @@ def _shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     shapes["model.norm.weight"] = (r.hidden,)
     if not r.tied:
         shapes["lm_head.weight"] = (r.vocab, r.hidden)
-    return shapes | (_draft_shapes(r) if r.family == "hy_v3" else {})
+    return shapes
 
 
 def _layer_shapes(r: Recipe, index: int) -> dict[str, tuple[int, ...]]:
@@ -141,7 +149,12 @@ def _values(recipe: Recipe, name: str, shape: tuple[int, ...]) -> np.ndarray:
         # between two experts of nearly equal score, which fp8 may turn, would turn the whole text.
         gains["down_proj.weight"] = 0.25
     gain = next((value for end, value in gains.items() if name.endswith(end)), 1.0)
-    return _uniform(recipe, name, shape, gain * fan_in)
+    values = _uniform(recipe, name, shape, gain * fan_in)
+    if recipe.uneven_blocks and _is_quantized(name):
+        blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+        # From half to twice as large.
+        values *= spread(np.exp2(_uniform(recipe, f"{name}.blocks", blocks, 3**-0.5)), shape)
+    return values
 
 
 def block_quantize(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
