@@ -50,19 +50,20 @@ constexpr int kMostWarps = 4;
 constexpr int kStages = 2;  // turns of a warp whose values are under way or in use; a power of two
 constexpr int kCtasOfSm = 7;
 
-// Turns follow each other through the heads of a token, as many at a time as a warp has room for,
-// and then through those of the next token.
+// Turns follow each other through the heads of all tokens, as many at a time as a warp has room
+// for.
 struct Config {
   int warps;  // of a CTA
   int turns;  // of a warp
 };
 
-__host__ __device__ inline int turns_of_token(const Problem& p) {
-  return (p.heads() + heads_of_warp(p.head_dim) - 1) / heads_of_warp(p.head_dim);
+inline int64_t turns_of(const Problem& p) {
+  const int heads = heads_of_warp(p.head_dim);
+  return (int64_t{p.tokens} * p.heads() + heads - 1) / heads;
 }
 
 // A warp keeps one position and one slot a lane: its turns may touch 32 tokens.
-__host__ __device__ constexpr int most_turns(int turns_of_token) { return 31 * turns_of_token; }
+inline int most_turns(const Problem& p) { return (31 * p.heads() + 1) / heads_of_warp(p.head_dim); }
 
 inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
   constexpr const char* kNorms[] = {"before", "after", "none"};

@@ -10,13 +10,14 @@ namespace {
 template <int kHeadDim, bool kQuantizes, class Rotation>
 cudaError_t launch_with(const Problem& p, const Config& config, const Arrays& arrays,
                         cudaStream_t stream) {
-  const int turns = turns_of_token(p);
   const int64_t turns_of_cta = int64_t{config.warps} * config.turns;
-  const int64_t ctas = (int64_t{p.tokens} * turns + turns_of_cta - 1) / turns_of_cta;
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(ctas)),
-                          .threads = config.warps * kWarpSize};
+  const int64_t ctas = (turns_of(p) + turns_of_cta - 1) / turns_of_cta;
+  const LaunchShape shape{
+      .grid = dim3(static_cast<unsigned>(ctas)),
+      .threads = config.warps * kWarpSize,
+      .shared_bytes = config.warps * static_cast<int>(sizeof(Stages<kHeadDim>))};
   return jax_hpc::launch(prologue_kernel<kHeadDim, kQuantizes, Rotation>, shape, stream, p, arrays,
-                         config, Divisor(turns), Divisor(p.page_size));
+                         config, Divisor(p.heads()), Divisor(p.page_size));
 }
 
 template <int kHeadDim, class Rotation>
@@ -46,7 +47,7 @@ cudaError_t launch_head(const Problem& p, const Config& config, const Arrays& ar
 cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,
                    cudaStream_t stream) {
   if (config.warps < 1 || config.warps > kMostWarps || config.turns < 1 ||
-      config.turns > most_turns(turns_of_token(problem))) {
+      config.turns > most_turns(problem)) {
     return cudaErrorInvalidValue;
   }
   switch (problem.head_dim) {

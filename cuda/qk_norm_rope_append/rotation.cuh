@@ -7,18 +7,20 @@
 
 namespace jax_hpc::qk_norm_rope_append {
 
-// Eight values times those of a weight in shared memory.
-__device__ __forceinline__ void weigh_chunk(SharedAddress weight, float* x) {
+// Eight values times those of a weight in shared memory, from `first` on.
+template <int kHeadDim>
+__device__ __forceinline__ void weigh_chunk(SharedAddress weight, int first, float* x) {
   float values[kChunk];
-  read_shared(weight, values);
+  read_split<kHeadDim>(weight, first, values);
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) x[i] *= values[i];
 }
 
 // Both chunks of a head.
+template <int kHeadDim>
 __device__ __forceinline__ void weigh(SharedAddress weight, Places at, float (&x)[kValues]) {
-  weigh_chunk(weight + 4 * at.first, x);
-  weigh_chunk(weight + 4 * at.second, x + kChunk);
+  weigh_chunk<kHeadDim>(weight, at.first, x);
+  weigh_chunk<kHeadDim>(weight, at.second, x + kChunk);
 }
 
 // A row of the table is in shared memory, as are weights.
@@ -29,6 +31,7 @@ __device__ __forceinline__ void weigh(SharedAddress weight, Places at, float (&x
 template <int kHeadDim, bool kPlain>
 struct ChunkRotation {
   static constexpr bool kIsPlain = kPlain;
+  static constexpr bool kSplitsRow = kPlain;  // interleaved, lanes read a vector each
   static constexpr int kRowAlignment = 16;
 
   // Of lane `place` of a head. In half style a chunk and the one rotary / 2 behind it; of the
@@ -47,11 +50,19 @@ struct ChunkRotation {
   __device__ void turn(const Problem& p, SharedAddress row, SharedAddress weight, bool weighs,
                        Places at, float (&x)[kValues], bool wanted) const {
     if (!wanted) return;
-    if (weighs) weigh(weight, at, x);
-    const int rotary = kPlain ? kHeadDim : p.rotary;
+    if (weighs) weigh<kHeadDim>(weight, at, x);
+    if (kPlain) {
+      const SharedAddress cosines = row + 2 * at.first;
+      const SharedAddress odd = cosines + split_vector<kHeadDim>(1);
+      constexpr SharedAddress kSines = split_vector<kHeadDim>(kHeadDim / 8);
+      turn_four<1, kChunk>(cosines, cosines + kSines, x);
+      turn_four<1, kChunk>(odd, odd + kSines, x + 4);
+      return;
+    }
+    const int rotary = p.rotary;
     const SharedAddress sines = row + 4 * (rotary / 2);
-    if (kPlain || p.options.style == Style::kHalf) {
-      if (!kPlain && at.first >= rotary) return;
+    if (p.options.style == Style::kHalf) {
+      if (at.first >= rotary) return;
 #pragma unroll
       for (int i = 0; i < kChunk; i += 4) {
         turn_four<1, kChunk>(row + 4 * (at.first + i), sines + 4 * (at.first + i), x + i);
@@ -87,6 +98,7 @@ struct ChunkRotation {
 template <int kHeadDim>
 struct AnyRotation {
   static constexpr bool kIsPlain = false;
+  static constexpr bool kSplitsRow = false;
   static constexpr int kRowAlignment = 4;
   float* head;
 
@@ -101,7 +113,7 @@ struct AnyRotation {
 
   __device__ void turn(const Problem& p, SharedAddress row, SharedAddress weight, bool weighs,
                        Places at, float (&x)[kValues], bool wanted) const {
-    if (wanted && weighs) weigh(weight, at, x);
+    if (wanted && weighs) weigh<kHeadDim>(weight, at, x);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) head[index(at, i)] = x[i];
     __syncwarp();

@@ -13,79 +13,86 @@ namespace jax_hpc::qk_norm_rope_append {
 // Of one warp. A stage's next contents are asked for when the warp is done with the last ones.
 template <int kHeadDim>
 struct Stages {
-  uint4 chunks[kStages][2][32];   // a turn each; a lane reads what it asked for itself
-  float rows[kStages][kHeadDim];  // of the table, a token each
-  float weights[2][kHeadDim];     // of queries and of keys
+  // As many as all stages' heads may be of, where a token has three.
+  static constexpr int kRows = heads_of_warp(kHeadDim);
+  static_assert(3 * (kRows - 1) + 1 >= kStages * heads_of_warp(kHeadDim));
+
+  uint4 chunks[kStages][2][32];  // a turn each; a lane reads what it asked for itself
+  float rows[kRows][kHeadDim];   // of the table, a token each
+  float weights[2][kHeadDim];    // of queries and of keys
+  int slots[32];                 // of the warp's tokens
 };
 
 // Where they lie.
 template <int kHeadDim>
 struct StageAddresses {
+  using Contents = Stages<kHeadDim>;
   SharedAddress stages;
   SharedAddress lane_chunks;
 
-  __device__ StageAddresses(const Stages<kHeadDim>& of_warp, int lane)
-      : stages(kept(shared_address(&of_warp))),
-        lane_chunks(kept(shared_address(&of_warp.chunks[0][0][lane]))) {}
+  __device__ StageAddresses(SharedAddress of_warp, int lane)
+      : stages(kept(of_warp)),
+        lane_chunks(kept(of_warp + lane * static_cast<int>(sizeof(uint4)))) {}
 
   // The lane's first chunk of a turn; the second lies kSecondChunk bytes behind.
   static constexpr int kSecondChunk = 32 * sizeof(uint4);
   __device__ SharedAddress chunks(int turn) const {
     return lane_chunks + (turn % kStages) * (2 * kSecondChunk);
   }
-  __device__ SharedAddress row(int token) const {
-    return stages + offsetof(Stages<kHeadDim>, rows) + (token % kStages) * (4 * kHeadDim);
+  __device__ SharedAddress row(unsigned token) const {
+    return stages + offsetof(Contents, rows) + (token % Contents::kRows) * (4 * kHeadDim);
   }
   __device__ SharedAddress weight(bool is_query) const {
-    return stages + offsetof(Stages<kHeadDim>, weights) + (is_query ? 0 : 4 * kHeadDim);
+    return stages + offsetof(Contents, weights) + (is_query ? 0 : 4 * kHeadDim);
   }
-};
-
-// A turn of a warp.
-struct Turn {
-  int token;  // counted from the warp's first
-  int turn;   // of the token
-
-  __device__ bool is_last(int turns_of_token) const { return turn == turns_of_token - 1; }
-  __device__ void advance(int turns_of_token) {
-    const bool ends = is_last(turns_of_token);
-    token += ends ? 1 : 0;
-    turn = ends ? 0 : turn + 1;
+  __device__ SharedAddress slot(int token) const {
+    return stages + offsetof(Contents, slots) + 4 * token;
   }
 };
 
 // Asks for the values of turns, one after the other, and for their rows of the table.
-template <int kHeadDim, int kRowAlignment>
+template <int kHeadDim, class Rotation>
 class Asker {
  public:
-  // The warp's first token, and the lane's first value of the first turn.
-  __device__ Asker(const Problem& p, const Arrays& a, int token, int turn, int lane, Places at)
+  // The warp's first head of all, and the token it is of.
+  __device__ Asker(const Problem& p, const Arrays& a, int begin, int token, int lane, Places at)
       : p_(p),
         a_(a),
         lane_(lane),
-        lane_head_(lane / kLanes),
         apart_(at.second - at.first),
-        step_over_((p.heads() - (turns_of_token(p) - 1) * kHeads) * kHeadDim),
+        next_row_(token * p.heads() - begin),
         positions_(__ldg(a.positions + min(token + lane, p.tokens - 1))),
         from_(static_cast<const __nv_bfloat16*>(a.qkv) + at.first +
-              (int64_t{token} * p.heads() + turn * kHeads + lane / kLanes) * kHeadDim) {}
+              int64_t{begin + lane / lanes_of_head(kHeadDim)} * kHeadDim) {}
 
-  __device__ void ask_values(const Turn& turn, int turns, SharedAddress to) {
-    if (turn.turn * kHeads + lane_head_ < p_.heads()) {
-      copy_16(to, from_, true);
-      copy_16(to + StageAddresses<kHeadDim>::kSecondChunk, from_ + apart_, true);
-    }
-    from_ += turn.is_last(turns) ? step_over_ : kHeads * kHeadDim;
+  __device__ void ask_values(SharedAddress to) {
+    copy_16(to, from_, true);
+    copy_16(to + StageAddresses<kHeadDim>::kSecondChunk, from_ + apart_, true);
+    from_ += heads_of_warp(kHeadDim) * kHeadDim;
   }
 
-  // The whole warp asks, each lane for a part.
-  __device__ void ask_row(const Turn& turn, SharedAddress to) const {
-    constexpr int kFloats = kRowAlignment / sizeof(float);
-    const int wanted = __shfl_sync(0xffffffffu, positions_, turn.token);
-    const float* from = a_.cos_sin + int64_t{min(max(wanted, 0), p_.positions - 1)} * p_.rotary;
+  // Of all tokens that begin before the warp's head `until`. The whole warp asks, each lane for a
+  // part.
+  __device__ void ask_rows(int until, const StageAddresses<kHeadDim>& stage) {
 #pragma unroll 1
-    for (int i = lane_ * kFloats; i < p_.rotary; i += 32 * kFloats) {
-      if (kRowAlignment == 16) {
+    for (; next_row_ < until; next_row_ += p_.heads()) {
+      __syncwarp();  // its place may be that of a row that the last turn has read
+      ask_row(rows_, stage.row(rows_));
+      ++rows_;
+    }
+  }
+
+ private:
+  __device__ void ask_row(int token, SharedAddress to) const {
+    constexpr int kFloats = Rotation::kRowAlignment / sizeof(float);
+    const int wanted = __shfl_sync(0xffffffffu, positions_, token);
+    const int rotary = Rotation::kIsPlain ? kHeadDim : p_.rotary;
+    const float* from = a_.cos_sin + int64_t{min(max(wanted, 0), p_.positions - 1)} * rotary;
+#pragma unroll 1
+    for (int i = lane_ * kFloats; i < rotary; i += 32 * kFloats) {
+      if (Rotation::kSplitsRow) {
+        copy_16(to + split_vector<kHeadDim>(i / 4), from + i, true);
+      } else if (Rotation::kRowAlignment == 16) {
         copy_16(to + 4 * i, from + i, true);
       } else {
         copy_4(to + 4 * i, from + i);
@@ -93,16 +100,12 @@ class Asker {
     }
   }
 
- private:
-  static constexpr int kLanes = lanes_of_head(kHeadDim);
-  static constexpr int kHeads = heads_of_warp(kHeadDim);
-
   const Problem& p_;
   const Arrays& a_;
   int lane_;
-  int lane_head_;
   int apart_;
-  int step_over_;  // from a token's last turn to the next token
+  int rows_ = 0;   // asked for
+  int next_row_;   // the first head of the next one's token, counted from the warp's first
   int positions_;  // of the warp's tokens, one a lane
   const __nv_bfloat16* from_;
 };
@@ -129,7 +132,10 @@ class WeightCopy {
   }
   __device__ void write(SharedAddress to) const {
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) store_shared_float(to + 4 * (lane_ + 32 * i), parts_[i]);
+    for (int i = 0; i < kParts; ++i) {
+      const unsigned place = lane_ + 32 * i;
+      store_shared_float(to + split_vector<kHeadDim>(place / 4) + 4 * (place % 4), parts_[i]);
+    }
   }
 
  private:

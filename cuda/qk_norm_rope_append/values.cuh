@@ -33,9 +33,21 @@ __device__ __forceinline__ void read_chunk(SharedAddress from, float* values) {
   unpack(__float_as_uint(v.z), values + 4);
   unpack(__float_as_uint(v.w), values + 6);
 }
-__device__ __forceinline__ void read_shared(SharedAddress from, float* values) {
-  const float4 low = load_shared(from);
-  const float4 high = load_shared(from + sizeof(float4));
+
+// A head's floats in shared memory lie in vectors of four, the even ones first. Lanes read eight
+// floats each, an even vector and the odd one behind it: side by side, eight lanes would meet in
+// half of the banks with either.
+template <int kHeadDim>
+__device__ constexpr SharedAddress split_vector(unsigned vector) {
+  return sizeof(float4) * ((vector % 2) * (kHeadDim / 8) + vector / 2);
+}
+
+// Eight floats, of which `first` is the first, of a head that lies so.
+template <int kHeadDim>
+__device__ __forceinline__ void read_split(SharedAddress head, int first, float* values) {
+  const SharedAddress even = head + 2 * first;
+  const float4 low = load_shared(even);
+  const float4 high = load_shared(even + split_vector<kHeadDim>(1));
   values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
   values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
 }
@@ -43,6 +55,12 @@ __device__ __forceinline__ void read_shared(SharedAddress from, float* values) {
 __device__ __forceinline__ float load_shared_float(SharedAddress from) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ int load_shared_int(SharedAddress from) {
+  int value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
   return value;
 }
 
@@ -68,6 +86,10 @@ __device__ __forceinline__ void store(void* to, const uint4& v) {
 }
 __device__ __forceinline__ void store(void* to, const uint2& v) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(v.x), "r"(v.y) : "memory");
+}
+
+__device__ __forceinline__ void store(float* to, float v) {
+  asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(v) : "memory");
 }
 
 // Eight values, times a factor.
@@ -116,14 +138,16 @@ __device__ __forceinline__ float sum_of_squares(const float (&x)[kValues]) {
 }
 
 __device__ __forceinline__ float largest(const float (&x)[kValues]) {
-  float most = larger_magnitude(x[0], x[kChunk]);
-  float other = larger_magnitude(x[1], x[kChunk + 1]);
+  // Magnitudes are in order as integers too, NaN above all: of those, the larger of three is one
+  // instruction.
+  int pairs[kChunk];
 #pragma unroll
-  for (int i = 2; i < kChunk; i += 2) {
-    most = larger_magnitude(larger_magnitude(most, x[i]), x[i + kChunk]);
-    other = larger_magnitude(larger_magnitude(other, x[i + 1]), x[i + 1 + kChunk]);
+  for (int i = 0; i < kChunk; ++i) {
+    pairs[i] = __float_as_int(larger_magnitude(x[i], x[i + kChunk]));
   }
-  return larger_magnitude(most, other);
+  const int most = __vimax3_s32(pairs[0], pairs[1], pairs[2]);
+  const int other = __vimax3_s32(pairs[3], pairs[4], pairs[5]);
+  return __int_as_float(max(__vimax3_s32(most, pairs[6], pairs[7]), other));
 }
 
 // Over the lanes of a head; every lane of the warp takes part. The steps of both go side by side.

@@ -98,8 +98,8 @@ std::string fault_of(const Problem& p, uint32_t seed) {
   const Inputs in = make_inputs(p, seed);
   const Config chosen = choose(p);
   std::string fault;
-  const Results got = run(
-      p, in, {chosen, chosen, {1, 1}, {3, 2}, {kMostWarps, most_turns(turns_of_token(p))}}, &fault);
+  const Results got =
+      run(p, in, {chosen, chosen, {1, 1}, {3, 2}, {kMostWarps, most_turns(p)}}, &fault);
   if (!fault.empty()) return fault;
   const auto place = [&](int token, int head) {
     return std::to_string(token) + "/" + std::to_string(head);
@@ -290,7 +290,7 @@ void print_times(int q_heads, int kv_heads, bool is_fp8, int tokens, bool all) {
             << " us  " << chosen << std::endl;
   for (const int warps : {1, 2, 4}) {
     for (const int turns : {1, 2, 3, 5, 8, 10, 12, 20, 45, 60, 90}) {
-      if (!all || turns > most_turns(turns_of_token(p))) continue;
+      if (!all || turns > most_turns(p)) continue;
       const Config config{warps, turns};
       std::cout << "  " << timing.microseconds(config) << " us  " << config << std::endl;
     }
