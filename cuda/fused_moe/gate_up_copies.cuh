@@ -141,6 +141,21 @@ class RowCopies {
   const float* weight_scale_ = nullptr;
 };
 
+// A task's note; where every CTA has the index, its static scales alone.
+template <class Shape>
+__device__ __forceinline__ void copy_gate_up_note(const StageMemory<Shape>& memory, int stage,
+                                                  const GateUpArrays& arrays, const FewPairs* few,
+                                                  const Tile& tile) {
+  if (few == nullptr) copy_note(memory, stage, arrays.index, tile);
+  if constexpr (Shape::kFormat == Format::kTensor) {
+    const Weights& weights = arrays.weights;
+    copy_note_scale(memory, stage, 0, weights.gate_scale + tile.expert);
+    copy_note_scale(memory, stage, 1, weights.up_scale + tile.expert);
+    copy_note_scale(memory, stage, 2, weights.act_scale + tile.expert * weights.act_scale_stride);
+    copy_note_scale(memory, stage, 3, weights.input_scale);
+  }
+}
+
 // By the rows' warp.
 template <class Shape>
 __device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, const Problem& p,
@@ -155,6 +170,7 @@ __device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, cons
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
       wait(memory.empty(place.stage), place.parity ^ 1);
+      if (turn == 0 && lane == 0) copy_gate_up_note(memory, place.stage, arrays, few, tile);
       copies.copy(turn, place.stage);
       arrive_when_copied(memory.full(place.stage));
     }
