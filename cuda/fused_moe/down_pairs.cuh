@@ -26,18 +26,20 @@ struct DownPairsShape
   static constexpr int kTaskRows = kPairRows;
 };
 
-// By the weights' warp, one thread.
+// By the weights' warp.
 template <class Shape>
-__device__ __forceinline__ void copy_pairs(const StageMemory<Shape>& memory, TaskWalk walk,
+__device__ __forceinline__ void copy_pairs(const StageMemory<Shape>& memory, TaskBatch batch,
                                            const CUtensorMap* map) {
   RingPlace<Shape::kStages> place;
   Tile tile;
   int part;
-  while (walk.next(tile, part)) {
+  while (batch.next(tile, part)) {
     wait(memory.empty(place.stage), place.parity ^ 1);
-    arrive_expecting(memory.full(place.stage), kPairWeightBytes);
-    copy_weights(memory.weights(place.stage), map, memory.full(place.stage), 0, part * kPairs, 0,
-                 tile.expert);
+    if (elect_one()) {
+      arrive_expecting(memory.full(place.stage), kPairWeightBytes);
+      copy_weights(memory.weights(place.stage), map, memory.full(place.stage), 0, part * kPairs, 0,
+                   tile.expert);
+    }
     place.advance();
   }
 }
@@ -46,20 +48,20 @@ __device__ __forceinline__ void copy_pairs(const StageMemory<Shape>& memory, Tas
 // those of the weights, one for each 64 columns.
 template <class Shape>
 __device__ __forceinline__ void copy_pair_rows(const StageMemory<Shape>& memory, const Problem& p,
-                                               TaskWalk walk, const DownArrays& arrays, int lane,
+                                               TaskBatch batch, const DownArrays& arrays, int lane,
                                                const CUtensorMap* map) {
   constexpr int kFloat = int{sizeof(float)};
   constexpr int kGroups = 2;  // of 128 columns
-  // A lane that has nothing to arrive with could be a whole ring behind.
-  if (!Shape::kHasBlocks && lane > 0) return;
   const int weight_blocks = ceil_div(kPairColumns, p.block_rows);
   RingPlace<Shape::kStages> place;
+  LateWait wait_for_act;
   Tile tile;
   int part;
-  while (walk.next(tile, part)) {
+  while (batch.next(tile, part)) {
     wait(memory.empty(place.stage), place.parity ^ 1);
+    if (lane == 0) copy_down_note(memory, place.stage, arrays, tile, !Shape::kHasBlocks);
+    wait_for_act();
     if (lane == 0) {
-      copy_down_note(memory, place.stage, arrays, tile, !Shape::kHasBlocks);
       const int groups = ceil_div(tile.rows, kGroupRows);
       arrive_expecting(memory.full(place.stage), static_cast<uint32_t>(groups * kPieceGroupBytes));
       for (int i = 0; i < groups; ++i) {
@@ -84,9 +86,10 @@ __device__ __forceinline__ void copy_pair_rows(const StageMemory<Shape>& memory,
                    lane * kPieceColumns / p.block_rows);
       }
     }
-    arrive_when_copied(memory.full(place.stage));
+    if (Shape::kHasBlocks || lane == 0) arrive_when_copied(memory.full(place.stage));
     place.advance();
   }
+  wait_for_act();
   commit_copies();
   wait_copies<0>();
 }
@@ -260,13 +263,10 @@ __global__ void __launch_bounds__(DownPairsShape<TileRows, format>::kThreads,
   __syncthreads();
   const Tasks tasks(arrays.index, nullptr, ceil_div(p.hidden, kPairRows));
   if (warp == Shape::kWeightWarp) {
-    const TaskWalk walk(arrays.index, nullptr, tasks);
-    if (elect_one()) copy_pairs<Shape>(memory, walk, &weight_map);
+    copy_pairs<Shape>(memory, TaskBatch(arrays.index, tasks), &weight_map);
   } else if (warp == Shape::kRowWarp) {
-    const TaskWalk walk(arrays.index, nullptr, tasks);
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-    copy_pair_rows<Shape>(memory, p, walk, arrays, lane, &act_map);
+    const TaskBatch batch(arrays.index, tasks);
+    copy_pair_rows<Shape>(memory, p, batch, arrays, lane, &act_map);
   } else {
     multiply_down_pairs<Shape>(memory, p, tasks, arrays);
   }

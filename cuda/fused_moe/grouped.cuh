@@ -145,7 +145,7 @@ class Tasks {
     tile = static_cast<int>(number);
     part = static_cast<int>(task_ - number * parts_);
   }
-  __device__ __forceinline__ void advance() { task_ += gridDim.x; }
+  __device__ __forceinline__ void advance(unsigned tasks = 1) { task_ += tasks * gridDim.x; }
 
  private:
   unsigned parts_;
@@ -170,6 +170,9 @@ class TaskWalk {
     if (tasks_.has_next()) read_next();
     return true;
   }
+  // Of the task behind.
+  __device__ __forceinline__ bool has_next() const { return tasks_.has_next(); }
+  __device__ __forceinline__ const Tile& next_tile() const { return next_tile_; }
 
  private:
   __device__ __forceinline__ void read_next() {
@@ -184,6 +187,59 @@ class TaskWalk {
   Tasks tasks_;
   Tile next_tile_{};
   int next_part_ = 0;
+};
+
+// The same for tasks that are over in less time than a read takes: a warp reads the tiles of its
+// next 32 tasks at once, one a lane.
+class TaskBatch {
+ public:
+  __device__ __forceinline__ TaskBatch(const Index& index, const Tasks& tasks)
+      : tiles_(index.tiles), tasks_(tasks) {
+    read();
+  }
+  // By the whole warp.
+  __device__ __forceinline__ bool next(Tile& tile, int& part) {
+    if (!tasks_.has_next()) return false;
+    if (given_ == kWarpSize) read();
+    tasks_.read(tile.number, part);
+    tile.expert = __shfl_sync(kWholeWarp, own_.expert, given_);
+    tile.first_row = __shfl_sync(kWholeWarp, own_.first_row, given_);
+    tile.rows = __shfl_sync(kWholeWarp, own_.rows, given_);
+    ++given_;
+    tasks_.advance();
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ void read() {
+    given_ = 0;
+    Tasks own = tasks_;
+    own.advance(threadIdx.x % kWarpSize);
+    if (!own.has_next()) return;
+    int number;
+    int part;
+    own.read(number, part);
+    own_ = load_tile(tiles_ + number);
+  }
+
+  const Tile* tiles_;
+  Tasks tasks_;
+  Tile own_{};
+  int given_ = 0;
+};
+
+// The wait for the kernel before, as late as its results are needed.
+class LateWait {
+ public:
+  __device__ __forceinline__ void operator()() {
+    if (has_waited_) return;
+    has_waited_ = true;
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+  }
+
+ private:
+  bool has_waited_ = false;
 };
 
 // By one thread of the rows' warp, before what it arrives with when its copies are there.
