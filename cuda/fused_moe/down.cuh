@@ -22,20 +22,23 @@ struct DownArrays {
   RowBuffers rows;
 };
 
-// By the weights' warp, one thread.
+// By the weights' warp.
 template <class Shape>
-__device__ __forceinline__ void copy_down(const StageMemory<Shape>& memory, TaskWalk walk,
+__device__ __forceinline__ void copy_down(const StageMemory<Shape>& memory, TaskBatch batch,
                                           int turns, const CUtensorMap* map) {
   RingPlace<Shape::kStages> place;
   Tile tile;
   int part;
-  while (walk.next(tile, part)) {
+  while (batch.next(tile, part)) {
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
       wait(memory.empty(place.stage), place.parity ^ 1);
-      arrive_expecting(memory.full(place.stage), Shape::kRowsAt);
-      copy_weights(memory.weights(place.stage), map, memory.full(place.stage), turn * kStageRow,
-                   part * Shape::kTaskRows, tile.expert);
+      if (elect_one()) {
+        arrive_expecting(memory.full(place.stage), Shape::kRowsAt);
+        copy_weights(memory.weights(place.stage), map, memory.full(place.stage), turn * kStageRow,
+                     part * Shape::kTaskRows, tile.expert);
+      }
+      __syncwarp();  // or a lane could be a whole ring behind
     }
   }
 }
@@ -53,33 +56,67 @@ __device__ __forceinline__ void copy_act(const StageMemory<Shape>& memory, int s
   }
 }
 
+// A task's note, and of static scales the two that down has.
 template <class Shape>
-__device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, TaskWalk walk,
-                                          int turns, const CUtensorMap* map) {
+__device__ __forceinline__ void copy_down_note(const StageMemory<Shape>& memory, int stage,
+                                               const DownArrays& arrays, const Tile& tile,
+                                               bool has_scales) {
+  copy_note(memory, stage, arrays.index, tile);
+  if (!has_scales) return;
+  const Weights& weights = arrays.weights;
+  copy_note_scale(memory, stage, 0, weights.act_scale + tile.expert * weights.act_scale_stride);
+  copy_note_scale(memory, stage, 1, weights.down_scale + tile.expert);
+}
+template <class Shape>
+__device__ __forceinline__ float read_down_factor(const StageMemory<Shape>& memory, int stage) {
+  const float4 scales = read_note_scales(memory, stage);
+  return scales.x * scales.y;
+}
+
+// By the rows' warp. The first note does not wait for the kernel before.
+template <class Shape>
+__device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, TaskBatch batch,
+                                          int turns, const DownArrays& arrays,
+                                          const CUtensorMap* map) {
   RingPlace<Shape::kStages> place;
+  LateWait wait_for_act;
   Tile tile;
   int part;
-  while (walk.next(tile, part)) {
+  while (batch.next(tile, part)) {
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
       wait(memory.empty(place.stage), place.parity ^ 1);
-      copy_act(memory, place.stage, turn, tile, map);
+      const bool copies = elect_one();
+      if (copies && turn == 0) {
+        copy_down_note(memory, place.stage, arrays, tile, Shape::kFormat == Format::kTensor);
+      }
+      wait_for_act();
+      if (copies) {
+        copy_act(memory, place.stage, turn, tile, map);
+        arrive_when_copied(memory.full(place.stage));
+      }
+      __syncwarp();
     }
   }
+  wait_for_act();
+  commit_copies();
+  wait_copies<0>();
 }
 
-// The same by a whole warp, with the scales of kBlock: of each row, and of the two halves of the
+// The same with the scales of kBlock: of each row, and of the two halves of the
 // stage's weights.
 template <class Shape>
 __device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memory, const Problem& p,
-                                                 TaskWalk walk, int turns, const DownArrays& arrays,
-                                                 int lane, const CUtensorMap* map) {
+                                                 TaskBatch batch, int turns,
+                                                 const DownArrays& arrays, int lane,
+                                                 const CUtensorMap* map) {
   constexpr int kFloat = int{sizeof(float)};
   const int inter_blocks = ceil_div(p.inter, p.block_rows);
   RingPlace<Shape::kStages> place;
+  LateWait wait_for_act;
   Tile tile;
   int part;
-  while (walk.next(tile, part)) {
+  while (batch.next(tile, part)) {
     const float* row_scale = arrays.rows.act_scale + static_cast<int64_t>(tile.first_row) * turns;
     const int64_t scale_row =
         int64_t{tile.expert} * ceil_div(p.hidden, kBlock) + part * Shape::kTaskRows / kBlock;
@@ -87,6 +124,8 @@ __device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memor
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
       wait(memory.empty(place.stage), place.parity ^ 1);
+      if (lane == 0 && turn == 0) copy_down_note(memory, place.stage, arrays, tile, false);
+      wait_for_act();
       if (lane == 0) copy_act(memory, place.stage, turn, tile, map);
       const SharedAddress to = memory.scales(place.stage);
 #pragma unroll
@@ -101,6 +140,7 @@ __device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memor
       arrive_when_copied(memory.full(place.stage));
     }
   }
+  wait_for_act();
   commit_copies();
   wait_copies<0>();
 }
@@ -228,15 +268,18 @@ __device__ __forceinline__ void multiply_halves(const StageMemory<Shape>& memory
 // By the consumers.
 template <class Shape>
 __device__ __forceinline__ void multiply_down(const StageMemory<Shape>& memory, const Problem& p,
-                                              TaskWalk walk, int turns, const DownArrays& arrays) {
+                                              Tasks tasks, int turns, const DownArrays& arrays) {
   const Fragment f(static_cast<int>(threadIdx.x), Shape::kGroups);
   RingPlace<Shape::kStages> place;
-  Tile tile;
-  int part;
-  while (walk.next(tile, part)) {
+  for (; tasks.has_next(); tasks.advance()) {
+    int number;
+    int part;
+    tasks.read(number, part);
+    wait(memory.full(place.stage), place.parity);
+    const Tile tile = read_note(memory, place.stage, number);
     float factor = 1.0f;
     if constexpr (Shape::kFormat == Format::kTensor) {
-      factor = down_factor_of(arrays.weights, tile.expert);
+      factor = read_down_factor(memory, place.stage);
     }
     float totals[Shape::kRows / 2] = {};
 #pragma unroll 1
@@ -270,25 +313,23 @@ __global__ void __launch_bounds__(DownShape<TileRows, format>::kThreads,
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (threadIdx.x == Shape::kWeightWarp * kWarpSize) {
-    init_stages(memory, Shape::kHasBlocks ? 2 + kWarpSize : 2);
+    init_stages(memory, Shape::kHasBlocks ? 2 + kWarpSize : 3);
     fence_barrier_init();
   }
   __syncthreads();
-  const TaskWalk walk(arrays.index, nullptr, ceil_div(p.hidden, Shape::kTaskRows),
-                      static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  const Tasks tasks(arrays.index, nullptr, ceil_div(p.hidden, Shape::kTaskRows));
   const int turns = ceil_div(p.inter * value_bytes(format), kStageRow);
   if (warp == Shape::kWeightWarp) {
-    if (elect_one()) copy_down<Shape>(memory, walk, turns, &weight_map);
+    copy_down<Shape>(memory, TaskBatch(arrays.index, tasks), turns, &weight_map);
   } else if (warp == Shape::kRowWarp) {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    const TaskBatch batch(arrays.index, tasks);
     if constexpr (Shape::kHasBlocks) {
-      copy_scaled_rows<Shape>(memory, p, walk, turns, arrays, lane, &act_map);
-    } else if (elect_one()) {
-      copy_rows<Shape>(memory, walk, turns, &act_map);
+      copy_scaled_rows<Shape>(memory, p, batch, turns, arrays, lane, &act_map);
+    } else {
+      copy_rows<Shape>(memory, batch, turns, arrays, &act_map);
     }
   } else {
-    multiply_down<Shape>(memory, p, walk, turns, arrays);
+    multiply_down<Shape>(memory, p, tasks, turns, arrays);
   }
 }
 

@@ -26,18 +26,20 @@ struct DownPairsShape
   static constexpr int kTaskRows = kPairRows;
 };
 
-// By the weights' warp, one thread.
+// By the weights' warp.
 template <class Shape>
-__device__ __forceinline__ void copy_pairs(const StageMemory<Shape>& memory, TaskWalk walk,
+__device__ __forceinline__ void copy_pairs(const StageMemory<Shape>& memory, TaskBatch batch,
                                            const CUtensorMap* map) {
   RingPlace<Shape::kStages> place;
   Tile tile;
   int part;
-  while (walk.next(tile, part)) {
+  while (batch.next(tile, part)) {
     wait(memory.empty(place.stage), place.parity ^ 1);
-    arrive_expecting(memory.full(place.stage), kPairWeightBytes);
-    copy_weights(memory.weights(place.stage), map, memory.full(place.stage), 0, part * kPairs, 0,
-                 tile.expert);
+    if (elect_one()) {
+      arrive_expecting(memory.full(place.stage), kPairWeightBytes);
+      copy_weights(memory.weights(place.stage), map, memory.full(place.stage), 0, part * kPairs, 0,
+                   tile.expert);
+    }
     place.advance();
   }
 }
@@ -46,18 +48,19 @@ __device__ __forceinline__ void copy_pairs(const StageMemory<Shape>& memory, Tas
 // those of the weights, one for each 64 columns.
 template <class Shape>
 __device__ __forceinline__ void copy_pair_rows(const StageMemory<Shape>& memory, const Problem& p,
-                                               TaskWalk walk, const DownArrays& arrays, int lane,
+                                               TaskBatch batch, const DownArrays& arrays, int lane,
                                                const CUtensorMap* map) {
   constexpr int kFloat = int{sizeof(float)};
   constexpr int kGroups = 2;  // of 128 columns
-  // A lane that has nothing to arrive with could be a whole ring behind.
-  if (!Shape::kHasBlocks && lane > 0) return;
   const int weight_blocks = ceil_div(kPairColumns, p.block_rows);
   RingPlace<Shape::kStages> place;
+  LateWait wait_for_act;
   Tile tile;
   int part;
-  while (walk.next(tile, part)) {
+  while (batch.next(tile, part)) {
     wait(memory.empty(place.stage), place.parity ^ 1);
+    if (lane == 0) copy_down_note(memory, place.stage, arrays, tile, !Shape::kHasBlocks);
+    wait_for_act();
     if (lane == 0) {
       const int groups = ceil_div(tile.rows, kGroupRows);
       arrive_expecting(memory.full(place.stage), static_cast<uint32_t>(groups * kPieceGroupBytes));
@@ -82,14 +85,13 @@ __device__ __forceinline__ void copy_pair_rows(const StageMemory<Shape>& memory,
                arrays.weights.down_block_scale + scale_row * weight_blocks +
                    lane * kPieceColumns / p.block_rows);
       }
-      arrive_when_copied(memory.full(place.stage));
     }
+    if (Shape::kHasBlocks || lane == 0) arrive_when_copied(memory.full(place.stage));
     place.advance();
   }
-  if constexpr (Shape::kHasBlocks) {
-    commit_copies();
-    wait_copies<0>();
-  }
+  wait_for_act();
+  commit_copies();
+  wait_copies<0>();
 }
 
 // Descriptor of eight-row groups of 64-byte rows in the copy engine's 64-byte swizzle, a group of
@@ -215,19 +217,19 @@ __device__ __forceinline__ void write_pairs(const Problem& p, const RowBuffers& 
 // By the consumers.
 template <class Shape>
 __device__ __forceinline__ void multiply_down_pairs(const StageMemory<Shape>& memory,
-                                                    const Problem& p, TaskWalk walk,
+                                                    const Problem& p, Tasks tasks,
                                                     const DownArrays& arrays) {
   const Fragment f(static_cast<int>(threadIdx.x), Shape::kGroups);
   RingPlace<Shape::kStages> place;
-  Tile tile;
-  int part;
-  while (walk.next(tile, part)) {
-    float factor = 1.0f;
-    if constexpr (!Shape::kHasBlocks) {
-      factor = down_factor_of(arrays.weights, tile.expert);
-    }
-    PairSums<Shape::kRows> totals{};
+  for (; tasks.has_next(); tasks.advance()) {
+    int number;
+    int part;
+    tasks.read(number, part);
     wait(memory.full(place.stage), place.parity);
+    const Tile tile = read_note(memory, place.stage, number);
+    float factor = 1.0f;
+    if constexpr (!Shape::kHasBlocks) factor = read_down_factor(memory, place.stage);
+    PairSums<Shape::kRows> totals{};
     if constexpr (Shape::kHasBlocks) {
       multiply_piece<Shape, 0>(memory, place.stage, f, totals);
       multiply_piece<Shape, 1>(memory, place.stage, f, totals);
@@ -255,20 +257,18 @@ __global__ void __launch_bounds__(DownPairsShape<TileRows, format>::kThreads,
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (threadIdx.x == Shape::kWeightWarp * kWarpSize) {
-    init_stages(memory, Shape::kHasBlocks ? 2 + kWarpSize : 2);
+    init_stages(memory, Shape::kHasBlocks ? 2 + kWarpSize : 3);
     fence_barrier_init();
   }
   __syncthreads();
-  const TaskWalk walk(arrays.index, nullptr, ceil_div(p.hidden, kPairRows),
-                      static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  const Tasks tasks(arrays.index, nullptr, ceil_div(p.hidden, kPairRows));
   if (warp == Shape::kWeightWarp) {
-    if (elect_one()) copy_pairs<Shape>(memory, walk, &weight_map);
+    copy_pairs<Shape>(memory, TaskBatch(arrays.index, tasks), &weight_map);
   } else if (warp == Shape::kRowWarp) {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-    copy_pair_rows<Shape>(memory, p, walk, arrays, lane, &act_map);
+    const TaskBatch batch(arrays.index, tasks);
+    copy_pair_rows<Shape>(memory, p, batch, arrays, lane, &act_map);
   } else {
-    multiply_down_pairs<Shape>(memory, p, walk, arrays);
+    multiply_down_pairs<Shape>(memory, p, tasks, arrays);
   }
 }
 

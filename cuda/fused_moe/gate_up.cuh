@@ -45,9 +45,10 @@ template <class Shape>
 struct Summing {
   static constexpr int kSteps = 4;
   static constexpr bool kIsLarge = Shape::kRows == 128;
-  static constexpr int kOfSmall = Shape::kHasBlocks && Shape::kRows >= 32 ? 2 : 1;
-  static constexpr int kFollowing = kIsLarge ? kSteps : kOfSmall;
-  static constexpr int kAtOnce = Shape::kRows <= 16 ? kSteps : kIsLarge ? 1 : 2;
+  static constexpr bool kIsMiddle = Shape::kRows == 64 || (Shape::kHasBlocks && Shape::kRows == 32);
+  static constexpr int kFollowing = kIsLarge ? kSteps : kIsMiddle ? 2 : 1;
+  static constexpr bool kIsAlone = kIsLarge || (Shape::kRows == 64 && !Shape::kHasBlocks);
+  static constexpr int kAtOnce = Shape::kRows <= 16 ? kSteps : kIsAlone ? 1 : 2;
 };
 
 // The products of a stage, added to the totals.
@@ -100,17 +101,30 @@ __device__ __forceinline__ void multiply_turns(const StageMemory<Shape>& memory,
   }
 }
 
+// By the consumers: the tile of a task whose first stage is there.
+template <class Shape>
+__device__ __forceinline__ Tile read_tile(const StageMemory<Shape>& memory, int stage,
+                                          const FewPairs* few, int number) {
+  if (few == nullptr) return read_note(memory, stage, number);
+  Tile tile = few->tiles[number];
+  tile.number = number;
+  return tile;
+}
+
 // By the consumers, of static scales or none.
 template <class Shape>
 __device__ __forceinline__ void multiply_static(const StageMemory<Shape>& memory, const Problem& p,
-                                                TaskWalk walk, int turns,
-                                                const GateUpArrays& arrays) {
+                                                Tasks tasks, int turns, const GateUpArrays& arrays,
+                                                const FewPairs* few) {
   const Fragment f(static_cast<int>(threadIdx.x), Shape::kGroups);
   RingPlace<Shape::kStages> place;
-  Tile tile;
-  int part;
-  for (int task = 0; walk.next(tile, part); ++task) {
-    const Scales<Shape> scales(arrays.weights, tile.expert);
+  for (int task = 0; tasks.has_next(); tasks.advance(), ++task) {
+    int number;
+    int part;
+    tasks.read(number, part);
+    wait(memory.full(place.stage), place.parity);
+    const Tile tile = read_tile(memory, place.stage, few, number);
+    const Scales<Shape> scales = read_scales(memory, place.stage);
     float totals[Shape::kRows / 2] = {};
     multiply_turns<Shape>(memory, turns, f, place, totals);
     const int column0 = part * Shape::kColumns + f.group * Shape::kGroupColumns;
@@ -125,13 +139,16 @@ __device__ __forceinline__ void multiply_static(const StageMemory<Shape>& memory
 // By the consumers, of block scales.
 template <class Shape>
 __device__ __forceinline__ void multiply_block(const StageMemory<Shape>& memory, const Problem& p,
-                                               TaskWalk walk, int turns,
-                                               const GateUpArrays& arrays) {
+                                               Tasks tasks, int turns, const GateUpArrays& arrays,
+                                               const FewPairs* few) {
   const Fragment f(static_cast<int>(threadIdx.x), Shape::kGroups);
   RingPlace<Shape::kStages> place;
-  Tile tile;
-  int part;
-  while (walk.next(tile, part)) {
+  for (; tasks.has_next(); tasks.advance()) {
+    int number;
+    int part;
+    tasks.read(number, part);
+    wait(memory.full(place.stage), place.parity);
+    const Tile tile = read_tile(memory, place.stage, few, number);
     float totals[Shape::kRows / 2] = {};
     multiply_turns<Shape>(memory, turns, f, place, totals);
     leave_unscaled<Shape>(p, arrays.rows, tile,
@@ -178,17 +195,18 @@ __global__ void __launch_bounds__(GateUpShape<TileRows, Pieces, format>::kThread
     wait_for_previous_kernel();
     let_next_kernel_start();
   }
-  const TaskWalk walk(arrays.index, few, parts, static_cast<int>(blockIdx.x),
-                      static_cast<int>(gridDim.x));
+  const Tasks tasks(arrays.index, few, parts);
   if (warp == Shape::kWeightWarp) {
+    const TaskWalk walk(arrays.index, few, tasks);
     if (elect_one()) copy_gate_up<Shape>(memory, p, walk, turns, &map);
   } else if (warp == Shape::kRowWarp) {
+    const TaskWalk walk(arrays.index, few, tasks);
     copy_rows<Shape>(memory, p, walk, turns, arrays, few, lane);
   } else {
     if constexpr (Shape::kHasBlocks) {
-      multiply_block<Shape>(memory, p, walk, turns, arrays);
+      multiply_block<Shape>(memory, p, tasks, turns, arrays, few);
     } else {
-      multiply_static<Shape>(memory, p, walk, turns, arrays);
+      multiply_static<Shape>(memory, p, tasks, turns, arrays, few);
     }
   }
 }

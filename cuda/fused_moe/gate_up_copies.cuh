@@ -52,14 +52,24 @@ class RowCopies {
     place_[1] = place_[0] ^ (kRowsAtOnce * (kStageRow + kUnit));
   }
 
+  // Reads the tokens of a task that has not started yet, ahead of it if they find room.
+  __device__ __forceinline__ void read_tokens(const Tile& tile) {
+    if constexpr (kReadsAhead) {
+#pragma unroll
+      for (int i = 0; i < kRowsOfLane; ++i) {
+        if (i < count_of(tile)) token_[i] = row_token(tile, i);
+      }
+    }
+  }
+
   __device__ __forceinline__ void start_task(const Tile& tile, int column) {
     rows_ = tile.rows;
-    count_ = (tile.rows - first_row_ + kRowsAtOnce - 1) / kRowsAtOnce;
+    count_ = count_of(tile);
     const auto* values = static_cast<const uint8_t*>(arrays_.x.values);
 #pragma unroll
     for (int i = 0; i < kRowsOfLane; ++i) {
       if (i >= count_) continue;
-      const int token = token_of(tile.first_row + first_row_ + i * kRowsAtOnce);
+      const int token = kReadsAhead ? token_[i] : row_token(tile, i);
       from_[i] = values + static_cast<int64_t>(token) * row_bytes_ + hidden0_;
     }
     if constexpr (Shape::kHasBlocks) start_scales(tile, column);
@@ -90,7 +100,16 @@ class RowCopies {
   static constexpr int kRowsAtOnce = kHasPieces ? 1 : kWarpSize / kUnitsOfRow;
   static constexpr int kRowsOfLane = Shape::kTileRows / kRowsAtOnce;
   static constexpr int kScalesOfLane = ceil_div(Shape::kTileRows, kWarpSize);
+  static constexpr bool kReadsAhead = Shape::kTileRows <= 64;  // of more, registers do not suffice
 
+  // Token of the lane's row i.
+  __device__ __forceinline__ int row_token(const Tile& tile, int i) const {
+    return token_of(tile.first_row + first_row_ + i * kRowsAtOnce);
+  }
+  // Of the lane's rows.
+  __device__ __forceinline__ int count_of(const Tile& tile) const {
+    return (tile.rows - first_row_ + kRowsAtOnce - 1) / kRowsAtOnce;
+  }
   // Of the lane's row i: swizzled, so that the two or eight rows of a group differ.
   __device__ __forceinline__ int place(int i) const {
     if constexpr (kHasPieces) return (place_[0] ^ (i * kUnit)) + i * kStageRow;
@@ -135,26 +154,48 @@ class RowCopies {
   int first_row_;  // of the lane
   int place_[2];
   int rows_ = 0;
-  int count_ = 0;  // of the lane's rows
+  int count_ = 0;                             // of the lane's rows
+  int token_[kReadsAhead ? kRowsOfLane : 1];  // of the next task
   const uint8_t* from_[kRowsOfLane];
   const float* x_scale_[kScalesOfLane];
   const float* weight_scale_ = nullptr;
 };
+
+// A task's note; where every CTA has the index, its static scales alone.
+template <class Shape>
+__device__ __forceinline__ void copy_gate_up_note(const StageMemory<Shape>& memory, int stage,
+                                                  const GateUpArrays& arrays, const FewPairs* few,
+                                                  const Tile& tile) {
+  if (few == nullptr) copy_note(memory, stage, arrays.index, tile);
+  if constexpr (Shape::kFormat == Format::kTensor) {
+    const Weights& weights = arrays.weights;
+    copy_note_scale(memory, stage, 0, weights.gate_scale + tile.expert);
+    copy_note_scale(memory, stage, 1, weights.up_scale + tile.expert);
+    copy_note_scale(memory, stage, 2, weights.act_scale + tile.expert * weights.act_scale_stride);
+    copy_note_scale(memory, stage, 3, weights.input_scale);
+  }
+}
 
 // By the rows' warp.
 template <class Shape>
 __device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, const Problem& p,
                                           TaskWalk walk, int turns, const GateUpArrays& arrays,
                                           const FewPairs* few, int lane) {
+  const int reading_turn = min(turns - 1, 1);  // the next tile is there by then
   RowCopies<Shape> copies(memory, p, arrays, few, lane);
+  bool is_first = true;
   RingPlace<Shape::kStages> place;
   Tile tile;
   int part;
   while (walk.next(tile, part)) {
+    if (is_first) copies.read_tokens(tile);
+    is_first = false;
     copies.start_task(tile, part * Shape::kColumns);
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
+      if (turn == reading_turn && walk.has_next()) copies.read_tokens(walk.next_tile());
       wait(memory.empty(place.stage), place.parity ^ 1);
+      if (turn == 0 && lane == 0) copy_gate_up_note(memory, place.stage, arrays, few, tile);
       copies.copy(turn, place.stage);
       arrive_when_copied(memory.full(place.stage));
     }

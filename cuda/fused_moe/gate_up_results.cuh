@@ -43,22 +43,35 @@ struct TensorScales {
   float up;
   float act_reciprocal;
 
+  __device__ __forceinline__ TensorScales(float gate_scale, float up_scale, float act_scale,
+                                          float input_scale)
+      : gate(input_scale * gate_scale),
+        up(input_scale * up_scale),
+        act_reciprocal(1.0f / act_scale) {}
   __device__ __forceinline__ TensorScales(const Weights& weights, int expert)
-      : gate(__ldcg(weights.input_scale) * __ldcg(weights.gate_scale + expert)),
-        up(__ldcg(weights.input_scale) * __ldcg(weights.up_scale + expert)),
-        act_reciprocal(1.0f / act_scale_of(weights, expert)) {}
+      : TensorScales(__ldcg(weights.gate_scale + expert), __ldcg(weights.up_scale + expert),
+                     act_scale_of(weights, expert), __ldcg(weights.input_scale)) {}
 };
 
 // Those of bf16.
 struct NoScales {
   static constexpr float gate = 1.0f;
   static constexpr float up = 1.0f;
-
-  __device__ __forceinline__ NoScales(const Weights&, int) {}
 };
 
 template <class Shape>
 using Scales = std::conditional_t<Shape::kFormat == Format::kBf16, NoScales, TensorScales>;
+
+// Those of a task's note (copy_gate_up_note()).
+template <class Shape>
+__device__ __forceinline__ Scales<Shape> read_scales(const StageMemory<Shape>& memory, int stage) {
+  if constexpr (Shape::kFormat == Format::kBf16) {
+    return {};
+  } else {
+    const float4 scales = read_note_scales(memory, stage);
+    return {scales.x, scales.y, scales.z, scales.w};
+  }
+}
 
 // Of eight columns and eight tokens, of which the thread's products are a fragment's.
 template <class Shape>

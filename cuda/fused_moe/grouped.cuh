@@ -25,8 +25,13 @@ constexpr int kGroupWarps = kWarpgroup / kWarpSize;
 constexpr int kStageValues = kStageRow;                // of e4m3; of bf16 there are half as many
 constexpr int kWeightBytes = kWeightRows * kStageRow;  // of a warpgroup
 
+// What the consumers need to know of a task comes by copies beside its first stage: its tile, and
+// up to four scales. Loads of their own they would have to wait for before the next product, for
+// ptxas lets none be under way then: that was a third to a half of their time in down.
+constexpr int kNoteBytes = int{sizeof(Tile) + sizeof(float4)};
+
 // Groups: warpgroups that multiply. Scales: floats that come with a stage. ExtraBytes: what the
-// kernel needs beside the ring.
+// kernel needs beside the ring. Beside each stage there is room for a task's note.
 template <int Groups, int CtasOfSm, int WeightBytes, int RowBytes, int Scales, int ExtraBytes>
 struct StageShape {
   static constexpr int kGroups = Groups;
@@ -39,21 +44,27 @@ struct StageShape {
   static constexpr int kScaleBytes = Scales * int{sizeof(float)};
   static constexpr int kAlignment = kGroupBytes;
   static constexpr int kBudget = 228 * 1024 / kCtasOfSm - 1024 - kAlignment - ExtraBytes;
-  static constexpr int kFitting = kBudget / (kStageBytes + kScaleBytes + 16);
+  static constexpr int kFitting = kBudget / (kStageBytes + kScaleBytes + 16 + kNoteBytes);
   static constexpr int kStages = kFitting < 8 ? kFitting : 8;
   static constexpr int kScalesAt = kStages * kStageBytes;
   static constexpr int kBarriersAt = kScalesAt + kStages * kScaleBytes;
-  static constexpr int kExtraAt = kBarriersAt + kStages * 16;
+  static constexpr int kNotesAt = kBarriersAt + kStages * 16;
+  static constexpr int kExtraAt = kNotesAt + kStages * kNoteBytes;
   static constexpr int kSharedBytes = kExtraAt + ExtraBytes + kAlignment;
   static_assert(kStageBytes % kAlignment == 0 && kScaleBytes % 16 == 0 && ExtraBytes % 16 == 0);
   static_assert(kStages >= 3);
 };
 
-// As many as registers allow.
-constexpr int ctas_of_sm(int tile_rows) { return tile_rows <= 32 ? 3 : tile_rows <= 64 ? 2 : 1; }
+// As many as registers allow; in blocks those of tiles of 64 rows do not suffice for three. 192
+// experts of 192 columns, T = 1024, per tensor: gate-up 99 us with two, 88 with three: its 1152
+// tasks are 4.4 rounds of 264 CTAs, and 2.9 of 396.
+constexpr int ctas_of_sm(Format format, int tile_rows) {
+  if (tile_rows > 64) return 1;
+  return tile_rows == 64 && format == Format::kBlock ? 2 : 3;
+}
 
 template <Format format, int Rows, int TileRows, int Scales, int ExtraBytes>
-struct SquareStageShape : StageShape<warpgroups_of(format, TileRows), ctas_of_sm(TileRows),
+struct SquareStageShape : StageShape<warpgroups_of(format, TileRows), ctas_of_sm(format, TileRows),
                                      warpgroups_of(format, TileRows) * kWeightBytes,
                                      Rows * kStageRow, Scales, ExtraBytes> {
   static constexpr Format kFormat = format;
@@ -79,6 +90,10 @@ struct StageMemory {
     return start + Shape::kBarriersAt + stage * 16;
   }
   __device__ __forceinline__ SharedAddress empty(int stage) const { return full(stage) + 8; }
+  // Of a task whose first stage this is.
+  __device__ __forceinline__ SharedAddress note(int stage) const {
+    return start + Shape::kNotesAt + stage * kNoteBytes;
+  }
   __device__ __forceinline__ SharedAddress extra() const { return start + Shape::kExtraAt; }
 };
 
@@ -113,49 +128,142 @@ __device__ __forceinline__ void init_stages(const StageMemory<Shape>& memory,
   }
 }
 
-// Tasks are numbered tile by tile, `parts` to a tile, and a CTA takes every `ctas`-th. The tile of
-// the next task is read one task ahead. `few`, if not null, holds the index.
+// A CTA's tasks. They are numbered tile by tile, `parts` to a tile, and a CTA takes every
+// `ctas`-th.
+class Tasks {
+ public:
+  // `few`, if not null, holds the index.
+  __device__ __forceinline__ Tasks(const Index& index, const FewPairs* few, int parts)
+      : parts_(static_cast<unsigned>(parts)), task_(blockIdx.x) {
+    const int tiles = few != nullptr ? few->num_tiles : load_int(index.header);
+    count_ = static_cast<unsigned>(tiles) * parts_;  // the host sees to it that they fit
+  }
+  __device__ __forceinline__ bool has_next() const { return task_ < count_; }
+  // Tile and part of the next task, if there were one.
+  __device__ __forceinline__ void read(int& tile, int& part) const {
+    const unsigned number = task_ / parts_;
+    tile = static_cast<int>(number);
+    part = static_cast<int>(task_ - number * parts_);
+  }
+  __device__ __forceinline__ void advance(unsigned tasks = 1) { task_ += tasks * gridDim.x; }
+
+ private:
+  unsigned parts_;
+  unsigned task_;
+  unsigned count_;
+};
+
+// The same with their tiles, of which the next one is read a task ahead.
 class TaskWalk {
  public:
-  __device__ __forceinline__ TaskWalk(const Index& index, const FewPairs* few, int parts, int cta,
-                                      int ctas)
-      : tiles_(index.tiles),
-        few_(few),
-        parts_(static_cast<unsigned>(parts)),
-        ctas_(static_cast<unsigned>(ctas)),
-        task_(static_cast<unsigned>(cta)) {
+  __device__ __forceinline__ TaskWalk(const Index& index, const FewPairs* few, const Tasks& tasks)
+      : tiles_(index.tiles), few_(few), tasks_(tasks) {
     // Together with the number of tiles: the host starts no CTA whose first tile could not exist.
     read_next();
-    const int tiles = few_ != nullptr ? few_->num_tiles : load_int(index.header);
-    tasks_ = static_cast<unsigned>(tiles) * parts_;
   }
   // The next task, false when there is none.
   __device__ __forceinline__ bool next(Tile& tile, int& part) {
-    if (task_ >= tasks_) return false;
+    if (!tasks_.has_next()) return false;
     tile = next_tile_;
     part = next_part_;
-    task_ += ctas_;
-    if (task_ < tasks_) read_next();
+    tasks_.advance();
+    if (tasks_.has_next()) read_next();
     return true;
   }
+  // Of the task behind.
+  __device__ __forceinline__ bool has_next() const { return tasks_.has_next(); }
+  __device__ __forceinline__ const Tile& next_tile() const { return next_tile_; }
 
  private:
   __device__ __forceinline__ void read_next() {
-    const unsigned number = task_ / parts_;
-    next_part_ = static_cast<int>(task_ - number * parts_);
+    int number;
+    tasks_.read(number, next_part_);
     next_tile_ = few_ != nullptr ? few_->tiles[number] : load_tile(tiles_ + number);
-    next_tile_.number = static_cast<int>(number);
+    next_tile_.number = number;
   }
 
   const Tile* tiles_;
   const FewPairs* few_;
-  unsigned parts_;
-  unsigned ctas_;
-  unsigned task_;
-  unsigned tasks_;  // the host sees to it that they fit
+  Tasks tasks_;
   Tile next_tile_{};
   int next_part_ = 0;
 };
+
+// The same for tasks that are over in less time than a read takes: a warp reads the tiles of its
+// next 32 tasks at once, one a lane.
+class TaskBatch {
+ public:
+  __device__ __forceinline__ TaskBatch(const Index& index, const Tasks& tasks)
+      : tiles_(index.tiles), tasks_(tasks) {
+    read();
+  }
+  // By the whole warp.
+  __device__ __forceinline__ bool next(Tile& tile, int& part) {
+    if (!tasks_.has_next()) return false;
+    if (given_ == kWarpSize) read();
+    tasks_.read(tile.number, part);
+    tile.expert = __shfl_sync(kWholeWarp, own_.expert, given_);
+    tile.first_row = __shfl_sync(kWholeWarp, own_.first_row, given_);
+    tile.rows = __shfl_sync(kWholeWarp, own_.rows, given_);
+    ++given_;
+    tasks_.advance();
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ void read() {
+    given_ = 0;
+    Tasks own = tasks_;
+    own.advance(threadIdx.x % kWarpSize);
+    if (!own.has_next()) return;
+    int number;
+    int part;
+    own.read(number, part);
+    own_ = load_tile(tiles_ + number);
+  }
+
+  const Tile* tiles_;
+  Tasks tasks_;
+  Tile own_{};
+  int given_ = 0;
+};
+
+// The wait for the kernel before, as late as its results are needed.
+class LateWait {
+ public:
+  __device__ __forceinline__ void operator()() {
+    if (has_waited_) return;
+    has_waited_ = true;
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+  }
+
+ private:
+  bool has_waited_ = false;
+};
+
+// By one thread of the rows' warp, before what it arrives with when its copies are there.
+template <class Shape>
+__device__ __forceinline__ void copy_note(const StageMemory<Shape>& memory, int stage,
+                                          const Index& index, const Tile& tile) {
+  copy_16(memory.note(stage), index.tiles + tile.number, true);
+}
+template <class Shape>
+__device__ __forceinline__ void copy_note_scale(const StageMemory<Shape>& memory, int stage, int i,
+                                                const float* scale) {
+  copy_4(memory.note(stage) + int{sizeof(Tile)} + i * int{sizeof(float)}, scale);
+}
+
+// By the consumers, when the stage is there.
+template <class Shape>
+__device__ __forceinline__ Tile read_note(const StageMemory<Shape>& memory, int stage, int number) {
+  const uint4 words = load_shared_words(memory.note(stage));
+  return {static_cast<int>(words.x), static_cast<int>(words.y), static_cast<int>(words.z), number};
+}
+template <class Shape>
+__device__ __forceinline__ float4 read_note_scales(const StageMemory<Shape>& memory, int stage) {
+  return load_shared(memory.note(stage) + int{sizeof(Tile)});
+}
 
 // sums = weights times rows of a stage, and waits for it. A fresh sum for each stage, since the
 // tensor cores keep 14 bits of it: the caller adds stages up in float32.

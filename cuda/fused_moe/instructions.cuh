@@ -131,6 +131,14 @@ __device__ __forceinline__ unsigned load_shared_word(SharedAddress from) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
   return value;
 }
+__device__ __forceinline__ uint4 load_shared_words(SharedAddress from) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(from)
+               : "memory");
+  return value;
+}
 
 // What a line of the L2 cache holds need not be written back to memory, and is no longer defined.
 constexpr int kLineBytes = 128;

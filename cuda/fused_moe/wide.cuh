@@ -82,9 +82,8 @@ __device__ __forceinline__ int uniform_warp() {
   return __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);
 }
 
-// A CTA's tasks.
 __device__ __forceinline__ TaskWalk wide_walk(const Index& index, int parts) {
-  return {index, nullptr, parts, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+  return {index, nullptr, Tasks(index, nullptr, parts)};
 }
 
 __device__ __forceinline__ int wide_steps(const Tile& tile) {

@@ -42,14 +42,6 @@ __device__ __forceinline__ void store_shared_pair(SharedAddress to, float2 value
 __device__ __forceinline__ void store_shared_float(SharedAddress to, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }
-__device__ __forceinline__ uint4 load_shared_words(SharedAddress from) {
-  uint4 value;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "r"(from)
-               : "memory");
-  return value;
-}
 
 // Stores four 8x8 matrices of 16-bit values, of which lane l holds, a word each, row l / 4, columns
 // 2 (l % 4) and the next: column i of matrix m, 16 bytes, goes where lane 8 m + i says.
