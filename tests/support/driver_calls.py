@@ -40,6 +40,10 @@ _CALLBACK = ctypes.CFUNCTYPE(
 )
 
 
+_callbacks: list[Any] = []
+"""All there ever were: a thread may still be on its way into one that is no longer subscribed."""
+
+
 class DriverCalls(collections.Counter[str]):
     """Number of calls by the function's name, without its version's suffix."""
 
@@ -96,8 +100,9 @@ def driver_calls() -> Iterator[DriverCalls]:
         if _MOVE.match(name):
             calls.moves.append((name, _bytes(name, fields.function_params)))
 
-    cupti, subscriber, callback = _library(), ctypes.c_void_p(), _CALLBACK(note)
-    _check(cupti, cupti.cuptiSubscribe(ctypes.byref(subscriber), callback, None))
+    cupti, subscriber = _library(), ctypes.c_void_p()
+    _callbacks.append(_CALLBACK(note))
+    _check(cupti, cupti.cuptiSubscribe(ctypes.byref(subscriber), _callbacks[-1], None))
     try:
         _check(cupti, cupti.cuptiEnableDomain(ctypes.c_uint32(1), subscriber, _DRIVER_API))
         yield calls
