@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 
 #include "fused_moe/grouped.cuh"
+#include "fused_moe/scales.cuh"
 
 namespace jax_hpc::fused_moe {
 
@@ -24,7 +25,7 @@ struct DownArrays {
 
 // By the weights' warp.
 template <class Shape>
-__device__ __forceinline__ void copy_down(const StageMemory<Shape>& memory, TaskBatch batch,
+__device__ __forceinline__ void copy_down(const StageMemory<Shape>& memory, TaskBatch<> batch,
                                           int turns, const CUtensorMap* map) {
   RingPlace<Shape::kStages> place;
   Tile tile;
@@ -32,13 +33,12 @@ __device__ __forceinline__ void copy_down(const StageMemory<Shape>& memory, Task
   while (batch.next(tile, part)) {
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
-      wait(memory.empty(place.stage), place.parity ^ 1);
+      wait_for_room(memory, place);
       if (elect_one()) {
         arrive_expecting(memory.full(place.stage), Shape::kRowsAt);
         copy_weights(memory.weights(place.stage), map, memory.full(place.stage), turn * kStageRow,
                      part * Shape::kTaskRows, tile.expert);
       }
-      __syncwarp();  // or a lane could be a whole ring behind
     }
   }
 }
@@ -56,58 +56,52 @@ __device__ __forceinline__ void copy_act(const StageMemory<Shape>& memory, int s
   }
 }
 
-// A task's note, and of static scales the two that down has.
+// What the consumers need to know of a task: its tile's rows, and what the sums are multiplied by.
+struct Note {
+  int first_row;
+  int rows;
+  float factor;
+};
+
+// By one thread, before it arrives.
 template <class Shape>
-__device__ __forceinline__ void copy_down_note(const StageMemory<Shape>& memory, int stage,
-                                               const DownArrays& arrays, const Tile& tile,
-                                               bool has_scales) {
-  copy_note(memory, stage, arrays.index, tile);
-  if (!has_scales) return;
-  const Weights& weights = arrays.weights;
-  copy_note_scale(memory, stage, 0, weights.act_scale + tile.expert * weights.act_scale_stride);
-  copy_note_scale(memory, stage, 1, weights.down_scale + tile.expert);
+__device__ __forceinline__ void write_note(const StageMemory<Shape>& memory, int stage,
+                                           const Tile& tile, float factor = 1.0f) {
+  store_shared(memory.note(stage),
+               float4{__int_as_float(tile.first_row), __int_as_float(tile.rows), factor, 0.0f});
 }
 template <class Shape>
-__device__ __forceinline__ float read_down_factor(const StageMemory<Shape>& memory, int stage) {
-  const float4 scales = read_note_scales(memory, stage);
-  return scales.x * scales.y;
+__device__ __forceinline__ Note read_note(const StageMemory<Shape>& memory, int stage) {
+  const float4 words = load_shared(memory.note(stage));
+  return {__float_as_int(words.x), __float_as_int(words.y), words.z};
 }
 
 // By the rows' warp. The first note does not wait for the kernel before.
-template <class Shape>
-__device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, TaskBatch batch,
-                                          int turns, const DownArrays& arrays,
-                                          const CUtensorMap* map) {
+template <class Shape, class Factor>
+__device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, TaskBatch<Factor> batch,
+                                          int turns, const CUtensorMap* map) {
   RingPlace<Shape::kStages> place;
   LateWait wait_for_act;
   Tile tile;
   int part;
-  while (batch.next(tile, part)) {
+  float factor;
+  while (batch.next(tile, part, factor)) {
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
-      wait(memory.empty(place.stage), place.parity ^ 1);
+      wait_for_room(memory, place);
       const bool copies = elect_one();
-      if (copies && turn == 0) {
-        copy_down_note(memory, place.stage, arrays, tile, Shape::kFormat == Format::kTensor);
-      }
+      if (copies && turn == 0) write_note(memory, place.stage, tile, factor);
       wait_for_act();
-      if (copies) {
-        copy_act(memory, place.stage, turn, tile, map);
-        arrive_when_copied(memory.full(place.stage));
-      }
-      __syncwarp();
+      if (copies) copy_act(memory, place.stage, turn, tile, map);
     }
   }
   wait_for_act();
-  commit_copies();
-  wait_copies<0>();
 }
 
-// The same with the scales of kBlock: of each row, and of the two halves of the
-// stage's weights.
+// The same with the scales of kBlock: of each row, and of the two halves of the stage's weights.
 template <class Shape>
 __device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memory, const Problem& p,
-                                                 TaskBatch batch, int turns,
+                                                 TaskBatch<> batch, int turns,
                                                  const DownArrays& arrays, int lane,
                                                  const CUtensorMap* map) {
   constexpr int kFloat = int{sizeof(float)};
@@ -124,7 +118,7 @@ __device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memor
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
       wait(memory.empty(place.stage), place.parity ^ 1);
-      if (lane == 0 && turn == 0) copy_down_note(memory, place.stage, arrays, tile, false);
+      if (lane == 0 && turn == 0) write_note(memory, place.stage, tile);
       wait_for_act();
       if (lane == 0) copy_act(memory, place.stage, turn, tile, map);
       const SharedAddress to = memory.scales(place.stage);
@@ -148,18 +142,19 @@ __device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memor
 // Writes the tile's products: bf16, 16 bytes of a token's row at once by a quarter of a warp.
 template <class Shape>
 __device__ __forceinline__ void write_outputs(const Problem& p, const RowBuffers& rows,
-                                              const Tile& tile, int part, const Fragment& f,
-                                              float factor,
+                                              const Note& tile, int part, const Fragment& f,
                                               const float (&totals)[Shape::kRows / 2]) {
   const int hidden0 = part * Shape::kTaskRows + f.group * kWeightRows + f.warp * 16;
   if (hidden0 >= p.hidden) return;  // a multiple of 16, as hidden is
+  const auto scaled = [&](const float* pair) {
+    return transpose(pack_bf16(pair[0] * tile.factor, pair[1] * tile.factor));
+  };
   auto* outputs = static_cast<__nv_bfloat16*>(rows.outputs) +
                   static_cast<int64_t>(tile.first_row) * p.hidden + hidden0 + f.token0;
 #pragma unroll
   for (int j = 0; j < Shape::kRows / 8; ++j) {
-    const uint32_t low = transpose(pack_bf16(totals[4 * j] * factor, totals[4 * j + 1] * factor));
-    const uint32_t high =
-        transpose(pack_bf16(totals[4 * j + 2] * factor, totals[4 * j + 3] * factor));
+    const uint32_t low = scaled(totals + 4 * j);
+    const uint32_t high = scaled(totals + 4 * j + 2);
     const int token = 8 * j + f.row;
     if (token >= tile.rows) continue;
     auto* to = outputs + static_cast<int64_t>(token) * p.hidden;
@@ -173,7 +168,7 @@ __device__ __forceinline__ void write_outputs(const Problem& p, const RowBuffers
 // than twice that of one rounding.
 template <class Shape>
 __device__ __forceinline__ void write_floats(const Problem& p, const RowBuffers& rows,
-                                             const Tile& tile, int part, const Fragment& f,
+                                             const Note& tile, int part, const Fragment& f,
                                              const float (&totals)[Shape::kRows / 2]) {
   const int hidden0 = part * Shape::kTaskRows + f.group * kWeightRows + f.warp * 16;
   if (hidden0 >= p.hidden) return;
@@ -268,7 +263,7 @@ __device__ __forceinline__ void multiply_halves(const StageMemory<Shape>& memory
 // By the consumers.
 template <class Shape>
 __device__ __forceinline__ void multiply_down(const StageMemory<Shape>& memory, const Problem& p,
-                                              Tasks tasks, int turns, const DownArrays& arrays) {
+                                              const RowBuffers& rows, Tasks tasks, int turns) {
   const Fragment f(static_cast<int>(threadIdx.x), Shape::kGroups);
   RingPlace<Shape::kStages> place;
   for (; tasks.has_next(); tasks.advance()) {
@@ -276,11 +271,7 @@ __device__ __forceinline__ void multiply_down(const StageMemory<Shape>& memory, 
     int part;
     tasks.read(number, part);
     wait(memory.full(place.stage), place.parity);
-    const Tile tile = read_note(memory, place.stage, number);
-    float factor = 1.0f;
-    if constexpr (Shape::kFormat == Format::kTensor) {
-      factor = read_down_factor(memory, place.stage);
-    }
+    const Note tile = read_note(memory, place.stage);
     float totals[Shape::kRows / 2] = {};
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
@@ -293,9 +284,9 @@ __device__ __forceinline__ void multiply_down(const StageMemory<Shape>& memory, 
       release(memory, place.stage, f.lane);
     }
     if constexpr (Shape::kFormat == Format::kBf16) {
-      write_floats<Shape>(p, arrays.rows, tile, part, f, totals);
+      write_floats<Shape>(p, rows, tile, part, f, totals);
     } else {
-      write_outputs<Shape>(p, arrays.rows, tile, part, f, factor, totals);
+      write_outputs<Shape>(p, rows, tile, part, f, totals);
     }
   }
 }
@@ -313,23 +304,28 @@ __global__ void __launch_bounds__(DownShape<TileRows, format>::kThreads,
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (threadIdx.x == Shape::kWeightWarp * kWarpSize) {
-    init_stages(memory, Shape::kHasBlocks ? 2 + kWarpSize : 3);
+    init_stages(memory, Shape::kHasBlocks ? 2 + kWarpSize : 2);
     fence_barrier_init();
   }
   __syncthreads();
-  const Tasks tasks(arrays.index, nullptr, ceil_div(p.hidden, Shape::kTaskRows));
+  const int parts = ceil_div(p.hidden, Shape::kTaskRows);
   const int turns = ceil_div(p.inter * value_bytes(format), kStageRow);
   if (warp == Shape::kWeightWarp) {
-    copy_down<Shape>(memory, TaskBatch(arrays.index, tasks), turns, &weight_map);
+    copy_down<Shape>(memory, TaskBatch<>(arrays.index, parts), turns, &weight_map);
   } else if (warp == Shape::kRowWarp) {
-    const TaskBatch batch(arrays.index, tasks);
     if constexpr (Shape::kHasBlocks) {
-      copy_scaled_rows<Shape>(memory, p, batch, turns, arrays, lane, &act_map);
+      copy_scaled_rows<Shape>(memory, p, TaskBatch<>(arrays.index, parts), turns, arrays, lane,
+                              &act_map);
+    } else if constexpr (format == Format::kTensor) {
+      copy_rows<Shape>(memory, TaskBatch<DownFactor>(arrays.index, parts, {arrays.weights}), turns,
+                       &act_map);
     } else {
-      copy_rows<Shape>(memory, batch, turns, arrays, &act_map);
+      copy_rows<Shape>(memory, TaskBatch<>(arrays.index, parts), turns, &act_map);
     }
   } else {
-    multiply_down<Shape>(memory, p, tasks, turns, arrays);
+    Tasks tasks(parts);
+    tasks.read_count(arrays.index, nullptr);
+    multiply_down<Shape>(memory, p, arrays.rows, tasks, turns);
   }
 }
 

@@ -28,13 +28,13 @@ struct DownPairsShape
 
 // By the weights' warp.
 template <class Shape>
-__device__ __forceinline__ void copy_pairs(const StageMemory<Shape>& memory, TaskBatch batch,
+__device__ __forceinline__ void copy_pairs(const StageMemory<Shape>& memory, TaskBatch<> batch,
                                            const CUtensorMap* map) {
   RingPlace<Shape::kStages> place;
   Tile tile;
   int part;
   while (batch.next(tile, part)) {
-    wait(memory.empty(place.stage), place.parity ^ 1);
+    wait_for_room(memory, place);
     if (elect_one()) {
       arrive_expecting(memory.full(place.stage), kPairWeightBytes);
       copy_weights(memory.weights(place.stage), map, memory.full(place.stage), 0, part * kPairs, 0,
@@ -46,10 +46,10 @@ __device__ __forceinline__ void copy_pairs(const StageMemory<Shape>& memory, Tas
 
 // By the rows' warp: groups of eight rows, and the scales of kBlock, [group of columns][row], then
 // those of the weights, one for each 64 columns.
-template <class Shape>
+template <class Shape, class Factor>
 __device__ __forceinline__ void copy_pair_rows(const StageMemory<Shape>& memory, const Problem& p,
-                                               TaskBatch batch, const DownArrays& arrays, int lane,
-                                               const CUtensorMap* map) {
+                                               TaskBatch<Factor> batch, const DownArrays& arrays,
+                                               int lane, const CUtensorMap* map) {
   constexpr int kFloat = int{sizeof(float)};
   constexpr int kGroups = 2;  // of 128 columns
   const int weight_blocks = ceil_div(kPairColumns, p.block_rows);
@@ -57,9 +57,10 @@ __device__ __forceinline__ void copy_pair_rows(const StageMemory<Shape>& memory,
   LateWait wait_for_act;
   Tile tile;
   int part;
-  while (batch.next(tile, part)) {
-    wait(memory.empty(place.stage), place.parity ^ 1);
-    if (lane == 0) copy_down_note(memory, place.stage, arrays, tile, !Shape::kHasBlocks);
+  float factor;
+  while (batch.next(tile, part, factor)) {
+    wait_for_room(memory, place);
+    if (lane == 0) write_note(memory, place.stage, tile, factor);
     wait_for_act();
     if (lane == 0) {
       const int groups = ceil_div(tile.rows, kGroupRows);
@@ -85,13 +86,15 @@ __device__ __forceinline__ void copy_pair_rows(const StageMemory<Shape>& memory,
                arrays.weights.down_block_scale + scale_row * weight_blocks +
                    lane * kPieceColumns / p.block_rows);
       }
+      arrive_when_copied(memory.full(place.stage));
     }
-    if (Shape::kHasBlocks || lane == 0) arrive_when_copied(memory.full(place.stage));
     place.advance();
   }
   wait_for_act();
-  commit_copies();
-  wait_copies<0>();
+  if constexpr (Shape::kHasBlocks) {
+    commit_copies();
+    wait_copies<0>();
+  }
 }
 
 // Descriptor of eight-row groups of 64-byte rows in the copy engine's 64-byte swizzle, a group of
@@ -199,8 +202,8 @@ __device__ __forceinline__ void multiply_piece(const StageMemory<Shape>& memory,
 // A pair's two values are neighbours: eight lanes write 32 bytes of a token's row.
 template <class Shape>
 __device__ __forceinline__ void write_pairs(const Problem& p, const RowBuffers& rows,
-                                            const Tile& tile, int part, const Fragment& f,
-                                            float factor, const PairSums<Shape::kRows>& totals) {
+                                            const Note& tile, int part, const Fragment& f,
+                                            const PairSums<Shape::kRows>& totals) {
   const int hidden0 = part * kPairRows + 2 * (f.warp * 16 + f.row);
   auto* outputs = static_cast<__nv_bfloat16*>(rows.outputs) +
                   static_cast<int64_t>(tile.first_row) * p.hidden + hidden0;
@@ -210,15 +213,16 @@ __device__ __forceinline__ void write_pairs(const Problem& p, const RowBuffers& 
     const int below = i % 4 / 2 * 16;  // hidden values
     if (token >= tile.rows || hidden0 + below >= p.hidden) continue;
     auto* to = outputs + static_cast<int64_t>(token) * p.hidden + below;
-    *reinterpret_cast<uint32_t*>(to) = pack_bf16(totals.even[i] * factor, totals.odd[i] * factor);
+    *reinterpret_cast<uint32_t*>(to) =
+        pack_bf16(totals.even[i] * tile.factor, totals.odd[i] * tile.factor);
   }
 }
 
 // By the consumers.
 template <class Shape>
 __device__ __forceinline__ void multiply_down_pairs(const StageMemory<Shape>& memory,
-                                                    const Problem& p, Tasks tasks,
-                                                    const DownArrays& arrays) {
+                                                    const Problem& p, const RowBuffers& rows,
+                                                    Tasks tasks) {
   const Fragment f(static_cast<int>(threadIdx.x), Shape::kGroups);
   RingPlace<Shape::kStages> place;
   for (; tasks.has_next(); tasks.advance()) {
@@ -226,9 +230,7 @@ __device__ __forceinline__ void multiply_down_pairs(const StageMemory<Shape>& me
     int part;
     tasks.read(number, part);
     wait(memory.full(place.stage), place.parity);
-    const Tile tile = read_note(memory, place.stage, number);
-    float factor = 1.0f;
-    if constexpr (!Shape::kHasBlocks) factor = read_down_factor(memory, place.stage);
+    const Note tile = read_note(memory, place.stage);
     PairSums<Shape::kRows> totals{};
     if constexpr (Shape::kHasBlocks) {
       multiply_piece<Shape, 0>(memory, place.stage, f, totals);
@@ -240,7 +242,7 @@ __device__ __forceinline__ void multiply_down_pairs(const StageMemory<Shape>& me
     }
     release(memory, place.stage, f.lane);
     place.advance();
-    write_pairs<Shape>(p, arrays.rows, tile, part, f, factor, totals);
+    write_pairs<Shape>(p, rows, tile, part, f, totals);
   }
 }
 
@@ -257,18 +259,24 @@ __global__ void __launch_bounds__(DownPairsShape<TileRows, format>::kThreads,
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (threadIdx.x == Shape::kWeightWarp * kWarpSize) {
-    init_stages(memory, Shape::kHasBlocks ? 2 + kWarpSize : 3);
+    init_stages(memory, Shape::kHasBlocks ? 2 + kWarpSize : 2);
     fence_barrier_init();
   }
   __syncthreads();
-  const Tasks tasks(arrays.index, nullptr, ceil_div(p.hidden, kPairRows));
+  const int parts = ceil_div(p.hidden, kPairRows);
   if (warp == Shape::kWeightWarp) {
-    copy_pairs<Shape>(memory, TaskBatch(arrays.index, tasks), &weight_map);
+    copy_pairs<Shape>(memory, TaskBatch<>(arrays.index, parts), &weight_map);
   } else if (warp == Shape::kRowWarp) {
-    const TaskBatch batch(arrays.index, tasks);
-    copy_pair_rows<Shape>(memory, p, batch, arrays, lane, &act_map);
+    if constexpr (Shape::kHasBlocks) {
+      copy_pair_rows<Shape>(memory, p, TaskBatch<>(arrays.index, parts), arrays, lane, &act_map);
+    } else {
+      copy_pair_rows<Shape>(memory, p, TaskBatch<DownFactor>(arrays.index, parts, {arrays.weights}),
+                            arrays, lane, &act_map);
+    }
   } else {
-    multiply_down_pairs<Shape>(memory, p, tasks, arrays);
+    Tasks tasks(parts);
+    tasks.read_count(arrays.index, nullptr);
+    multiply_down_pairs<Shape>(memory, p, arrays.rows, tasks);
   }
 }
 

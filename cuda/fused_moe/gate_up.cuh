@@ -105,16 +105,18 @@ __device__ __forceinline__ void multiply_turns(const StageMemory<Shape>& memory,
 template <class Shape>
 __device__ __forceinline__ Tile read_tile(const StageMemory<Shape>& memory, int stage,
                                           const FewPairs* few, int number) {
-  if (few == nullptr) return read_note(memory, stage, number);
-  Tile tile = few->tiles[number];
-  tile.number = number;
-  return tile;
+  if (few != nullptr) {
+    const Tile& tile = few->tiles[number];
+    return {tile.expert, tile.first_row, tile.rows, number};
+  }
+  const uint4 note = load_shared_words(memory.note(stage));
+  return {static_cast<int>(note.x), static_cast<int>(note.y), static_cast<int>(note.z), number};
 }
 
 // By the consumers, of static scales or none.
 template <class Shape>
 __device__ __forceinline__ void multiply_static(const StageMemory<Shape>& memory, const Problem& p,
-                                                Tasks tasks, int turns, const GateUpArrays& arrays,
+                                                const RowBuffers& rows, Tasks tasks, int turns,
                                                 const FewPairs* few) {
   const Fragment f(static_cast<int>(threadIdx.x), Shape::kGroups);
   RingPlace<Shape::kStages> place;
@@ -129,9 +131,9 @@ __device__ __forceinline__ void multiply_static(const StageMemory<Shape>& memory
     multiply_turns<Shape>(memory, turns, f, place, totals);
     const int column0 = part * Shape::kColumns + f.group * Shape::kGroupColumns;
     if constexpr (Shape::kPieces > 1) {
-      write_pieces<Shape>(memory, p, arrays.rows, tile, scales, column0, f, task % 2, totals);
+      write_pieces<Shape>(memory, p, rows, tile, scales, column0, f, task % 2, totals);
     } else {
-      write_tile<Shape>(p, arrays.rows, tile, scales, column0, f, totals);
+      write_tile<Shape>(p, rows, tile, scales, column0, f, totals);
     }
   }
 }
@@ -139,7 +141,7 @@ __device__ __forceinline__ void multiply_static(const StageMemory<Shape>& memory
 // By the consumers, of block scales.
 template <class Shape>
 __device__ __forceinline__ void multiply_block(const StageMemory<Shape>& memory, const Problem& p,
-                                               Tasks tasks, int turns, const GateUpArrays& arrays,
+                                               const RowBuffers& rows, Tasks tasks, int turns,
                                                const FewPairs* few) {
   const Fragment f(static_cast<int>(threadIdx.x), Shape::kGroups);
   RingPlace<Shape::kStages> place;
@@ -151,11 +153,11 @@ __device__ __forceinline__ void multiply_block(const StageMemory<Shape>& memory,
     const Tile tile = read_tile(memory, place.stage, few, number);
     float totals[Shape::kRows / 2] = {};
     multiply_turns<Shape>(memory, turns, f, place, totals);
-    leave_unscaled<Shape>(p, arrays.rows, tile,
-                          part * Shape::kColumns + f.group * Shape::kGroupColumns, f, totals);
+    leave_unscaled<Shape>(p, rows, tile, part * Shape::kColumns + f.group * Shape::kGroupColumns, f,
+                          totals);
     const int group = part / Shape::kScaleParts;
-    if (is_last_of_group(memory, p, arrays.rows, tile, group)) {
-      quantize_group<Shape>(p, arrays.rows, tile, group, f);
+    if (is_last_of_group(memory, p, rows, tile, group)) {
+      quantize_group<Shape>(p, rows, tile, group, f);
     }
   }
 }
@@ -195,18 +197,19 @@ __global__ void __launch_bounds__(GateUpShape<TileRows, Pieces, format>::kThread
     wait_for_previous_kernel();
     let_next_kernel_start();
   }
-  const Tasks tasks(arrays.index, few, parts);
   if (warp == Shape::kWeightWarp) {
-    const TaskWalk walk(arrays.index, few, tasks);
+    const TaskWalk walk(arrays.index, few, parts);
     if (elect_one()) copy_gate_up<Shape>(memory, p, walk, turns, &map);
   } else if (warp == Shape::kRowWarp) {
-    const TaskWalk walk(arrays.index, few, tasks);
+    const TaskWalk walk(arrays.index, few, parts);
     copy_rows<Shape>(memory, p, walk, turns, arrays, few, lane);
   } else {
+    Tasks tasks(parts);
+    tasks.read_count(arrays.index, few);
     if constexpr (Shape::kHasBlocks) {
-      multiply_block<Shape>(memory, p, tasks, turns, arrays, few);
+      multiply_block<Shape>(memory, p, arrays.rows, tasks, turns, few);
     } else {
-      multiply_static<Shape>(memory, p, tasks, turns, arrays, few);
+      multiply_static<Shape>(memory, p, arrays.rows, tasks, turns, few);
     }
   }
 }

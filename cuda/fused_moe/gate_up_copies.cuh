@@ -161,18 +161,21 @@ class RowCopies {
   const float* weight_scale_ = nullptr;
 };
 
-// A task's note; where every CTA has the index, its static scales alone.
+// A task's note, by one thread before it arrives; where every CTA has the index, static scales
+// alone.
 template <class Shape>
 __device__ __forceinline__ void copy_gate_up_note(const StageMemory<Shape>& memory, int stage,
                                                   const GateUpArrays& arrays, const FewPairs* few,
                                                   const Tile& tile) {
-  if (few == nullptr) copy_note(memory, stage, arrays.index, tile);
+  const SharedAddress note = memory.note(stage);
+  if (few == nullptr) copy_16(note, arrays.index.tiles + tile.number, true);
   if constexpr (Shape::kFormat == Format::kTensor) {
     const Weights& weights = arrays.weights;
-    copy_note_scale(memory, stage, 0, weights.gate_scale + tile.expert);
-    copy_note_scale(memory, stage, 1, weights.up_scale + tile.expert);
-    copy_note_scale(memory, stage, 2, weights.act_scale + tile.expert * weights.act_scale_stride);
-    copy_note_scale(memory, stage, 3, weights.input_scale);
+    const SharedAddress scales = note + int{sizeof(Tile)};
+    copy_4(scales, weights.gate_scale + tile.expert);
+    copy_4(scales + 4, weights.up_scale + tile.expert);
+    copy_4(scales + 8, weights.act_scale + tile.expert * weights.act_scale_stride);
+    copy_4(scales + 12, weights.input_scale);
   }
 }
 
@@ -183,13 +186,11 @@ __device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, cons
                                           const FewPairs* few, int lane) {
   const int reading_turn = min(turns - 1, 1);  // the next tile is there by then
   RowCopies<Shape> copies(memory, p, arrays, few, lane);
-  bool is_first = true;
   RingPlace<Shape::kStages> place;
   Tile tile;
   int part;
+  if (walk.has_next()) copies.read_tokens(walk.next_tile());
   while (walk.next(tile, part)) {
-    if (is_first) copies.read_tokens(tile);
-    is_first = false;
     copies.start_task(tile, part * Shape::kColumns);
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {

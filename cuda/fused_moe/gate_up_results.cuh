@@ -7,6 +7,7 @@
 
 #include "common/fp8.cuh"
 #include "fused_moe/gate_up_shape.cuh"
+#include "fused_moe/scales.cuh"
 
 namespace jax_hpc::fused_moe {
 
@@ -68,7 +69,7 @@ __device__ __forceinline__ Scales<Shape> read_scales(const StageMemory<Shape>& m
   if constexpr (Shape::kFormat == Format::kBf16) {
     return {};
   } else {
-    const float4 scales = read_note_scales(memory, stage);
+    const float4 scales = load_shared(memory.note(stage) + int{sizeof(Tile)});
     return {scales.x, scales.y, scales.z, scales.w};
   }
 }

@@ -25,9 +25,9 @@ constexpr int kGroupWarps = kWarpgroup / kWarpSize;
 constexpr int kStageValues = kStageRow;                // of e4m3; of bf16 there are half as many
 constexpr int kWeightBytes = kWeightRows * kStageRow;  // of a warpgroup
 
-// What the consumers need to know of a task comes by copies beside its first stage: its tile, and
-// up to four scales. Loads of their own they would have to wait for before the next product, for
-// ptxas lets none be under way then: that was a third to a half of their time in down.
+// What the consumers need to know of a task comes with its first stage, a note by the rows' warp:
+// its tile, and up to four scales. Loads of their own they would have to wait for before the next
+// product, for ptxas lets none be under way then: that was a third to a half of their time in down.
 constexpr int kNoteBytes = int{sizeof(Tile) + sizeof(float4)};
 
 // Groups: warpgroups that multiply. Scales: floats that come with a stage. ExtraBytes: what the
@@ -132,9 +132,11 @@ __device__ __forceinline__ void init_stages(const StageMemory<Shape>& memory,
 // `ctas`-th.
 class Tasks {
  public:
+  // How many there are is not known yet.
+  __device__ __forceinline__ explicit Tasks(int parts)
+      : parts_(static_cast<unsigned>(parts)), task_(blockIdx.x) {}
   // `few`, if not null, holds the index.
-  __device__ __forceinline__ Tasks(const Index& index, const FewPairs* few, int parts)
-      : parts_(static_cast<unsigned>(parts)), task_(blockIdx.x) {
+  __device__ __forceinline__ void read_count(const Index& index, const FewPairs* few) {
     const int tiles = few != nullptr ? few->num_tiles : load_int(index.header);
     count_ = static_cast<unsigned>(tiles) * parts_;  // the host sees to it that they fit
   }
@@ -150,16 +152,17 @@ class Tasks {
  private:
   unsigned parts_;
   unsigned task_;
-  unsigned count_;
+  unsigned count_ = 0;
 };
 
 // The same with their tiles, of which the next one is read a task ahead.
 class TaskWalk {
  public:
-  __device__ __forceinline__ TaskWalk(const Index& index, const FewPairs* few, const Tasks& tasks)
-      : tiles_(index.tiles), few_(few), tasks_(tasks) {
+  __device__ __forceinline__ TaskWalk(const Index& index, const FewPairs* few, int parts)
+      : tiles_(index.tiles), few_(few), tasks_(parts) {
     // Together with the number of tiles: the host starts no CTA whose first tile could not exist.
     read_next();
+    tasks_.read_count(index, few);
   }
   // The next task, false when there is none.
   __device__ __forceinline__ bool next(Tile& tile, int& part) {
@@ -170,7 +173,7 @@ class TaskWalk {
     if (tasks_.has_next()) read_next();
     return true;
   }
-  // Of the task behind.
+  // Of the task after the one that next() gave last; before that, of the first.
   __device__ __forceinline__ bool has_next() const { return tasks_.has_next(); }
   __device__ __forceinline__ const Tile& next_tile() const { return next_tile_; }
 
@@ -189,32 +192,56 @@ class TaskWalk {
   int next_part_ = 0;
 };
 
-// The same for tasks that are over in less time than a read takes: a warp reads the tiles of its
-// next 32 tasks at once, one a lane.
+struct NoFactor {
+  __device__ __forceinline__ float operator()(int) const { return 1.0f; }
+};
+
+// The same for tasks that are over in less time than a read takes: the first tile is read as above,
+// and then a warp reads the tiles of its next 32 tasks at once, one a lane, and what Factor gives
+// for their experts. By the whole warp.
+template <class Factor = NoFactor>
 class TaskBatch {
  public:
-  __device__ __forceinline__ TaskBatch(const Index& index, const Tasks& tasks)
-      : tiles_(index.tiles), tasks_(tasks) {
-    read();
+  __device__ __forceinline__ TaskBatch(const Index& index, int parts, const Factor& factor_of = {})
+      : tiles_(index.tiles), factor_of_(factor_of), tasks_(parts) {
+    int number;
+    int part;
+    tasks_.read(number, part);
+    first_ = load_tile(tiles_ + number);
+    tasks_.read_count(index, nullptr);
+    first_factor_ = factor_of_(first_.expert);
+    read_tiles(1);
   }
-  // By the whole warp.
-  __device__ __forceinline__ bool next(Tile& tile, int& part) {
+  __device__ __forceinline__ bool next(Tile& tile, int& part, float& factor) {
     if (!tasks_.has_next()) return false;
-    if (given_ == kWarpSize) read();
+    if (is_first_) {
+      is_first_ = false;
+      tile = first_;
+      factor = first_factor_;
+    } else {
+      if (given_ == kWarpSize) read_tiles(0);
+      if (given_ == 0) own_factor_ = factor_of_(own_.expert);
+      tile.expert = __shfl_sync(kWholeWarp, own_.expert, given_);
+      tile.first_row = __shfl_sync(kWholeWarp, own_.first_row, given_);
+      tile.rows = __shfl_sync(kWholeWarp, own_.rows, given_);
+      factor = __shfl_sync(kWholeWarp, own_factor_, given_);
+      ++given_;
+    }
     tasks_.read(tile.number, part);
-    tile.expert = __shfl_sync(kWholeWarp, own_.expert, given_);
-    tile.first_row = __shfl_sync(kWholeWarp, own_.first_row, given_);
-    tile.rows = __shfl_sync(kWholeWarp, own_.rows, given_);
-    ++given_;
     tasks_.advance();
     return true;
   }
+  __device__ __forceinline__ bool next(Tile& tile, int& part) {
+    float factor;
+    return next(tile, part, factor);
+  }
 
  private:
-  __device__ __forceinline__ void read() {
+  // From `ahead` tasks behind the next one.
+  __device__ __forceinline__ void read_tiles(unsigned ahead) {
     given_ = 0;
     Tasks own = tasks_;
-    own.advance(threadIdx.x % kWarpSize);
+    own.advance(ahead + threadIdx.x % kWarpSize);
     if (!own.has_next()) return;
     int number;
     int part;
@@ -223,10 +250,24 @@ class TaskBatch {
   }
 
   const Tile* tiles_;
+  Factor factor_of_;
   Tasks tasks_;
+  Tile first_{};
+  float first_factor_ = 1.0f;
+  bool is_first_ = true;
   Tile own_{};
-  int given_ = 0;
+  float own_factor_ = 1.0f;
+  int given_ = 0;  // of the lanes'
 };
+
+// By a warp of which one thread copies to the stage: a lane that looked after the consumers'
+// release would wait for the stage's next use.
+template <class Shape>
+__device__ __forceinline__ void wait_for_room(const StageMemory<Shape>& memory,
+                                              const RingPlace<Shape::kStages>& place) {
+  wait(memory.empty(place.stage), place.parity ^ 1);
+  __syncwarp();
+}
 
 // The wait for the kernel before, as late as its results are needed.
 class LateWait {
@@ -241,29 +282,6 @@ class LateWait {
  private:
   bool has_waited_ = false;
 };
-
-// By one thread of the rows' warp, before what it arrives with when its copies are there.
-template <class Shape>
-__device__ __forceinline__ void copy_note(const StageMemory<Shape>& memory, int stage,
-                                          const Index& index, const Tile& tile) {
-  copy_16(memory.note(stage), index.tiles + tile.number, true);
-}
-template <class Shape>
-__device__ __forceinline__ void copy_note_scale(const StageMemory<Shape>& memory, int stage, int i,
-                                                const float* scale) {
-  copy_4(memory.note(stage) + int{sizeof(Tile)} + i * int{sizeof(float)}, scale);
-}
-
-// By the consumers, when the stage is there.
-template <class Shape>
-__device__ __forceinline__ Tile read_note(const StageMemory<Shape>& memory, int stage, int number) {
-  const uint4 words = load_shared_words(memory.note(stage));
-  return {static_cast<int>(words.x), static_cast<int>(words.y), static_cast<int>(words.z), number};
-}
-template <class Shape>
-__device__ __forceinline__ float4 read_note_scales(const StageMemory<Shape>& memory, int stage) {
-  return load_shared(memory.note(stage) + int{sizeof(Tile)});
-}
 
 // sums = weights times rows of a stage, and waits for it. A fresh sum for each stage, since the
 // tensor cores keep 14 bits of it: the caller adds stages up in float32.

@@ -27,7 +27,8 @@ namespace jax_hpc::fused_moe {
 // There, sums of tiles of 64 had 32 values and those of 128 had 64 (gate_up.cuh). Of blocks tiles
 // of 64 have 64 since, and one warpgroup takes 114 / 171 for T = 128 (tiles of 32 take 143 / 219,
 // of 128 178 / 245); tiles of 128 have sums of 128 values, and take 181 / 258 and 515 / 778 in
-// blocks, 145 / 192 and 418 / 578 per tensor.
+// blocks, 145 / 192 and 418 / 578 per tensor. Tiles of 64 per tensor have sums of 64 values since
+// too, and three CTAs on an SM: 84 / 165 for T = 1024 (the first line).
 inline int choose_tile_rows(const Problem& p) {
   const double mean = mean_rows(p);
   for (const int rows : {8, 16, 32, 64}) {
@@ -77,7 +78,7 @@ inline int wide_bf16_rows(double mean) {
 //
 // With 192 columns a down product has two stages. Per tensor, 192 or 128 experts: others / wide,
 // tiles of 128 / of 192, for a mean of 43 180 / 192 / 200, of 64 180 / 153 / 153, of 85 311 / 278,
-// of 341 990 / 830 / 773. Of bf16 no faster for any.
+// of 341 990 / 830 / 773. Of bf16 no faster for any, in blocks not measured.
 inline int choose_wide_rows(const Problem& p, int num_sms) {
   constexpr int kMostOfOthers = 32;  // rows of a tile, of fp8
   constexpr double kLeastOfBf16 = 45;
@@ -90,7 +91,8 @@ inline int choose_wide_rows(const Problem& p, int num_sms) {
   const bool is_many = is_bf16 ? mean >= kLeastOfBf16 : choose_tile_rows(p) > kMostOfOthers;
   const int64_t tasks = int64_t{p.experts} * blocks_of(p.inter, kTaskColumns);
   if (!can_be_wide(p) || p.inter < kLeastColumns || !is_many || tasks < num_sms) return 0;
-  if (p.inter < kManyColumns && (is_bf16 || mean < kLeastOfFewColumns)) return 0;
+  const bool has_few_columns = p.inter < kManyColumns;
+  if (has_few_columns && (p.format != Format::kTensor || mean < kLeastOfFewColumns)) return 0;
   if (is_bf16) return wide_bf16_rows(mean);
   const double spare = 128 - 1 - mean;
   return spare > 0 && spare * spare >= 4 * mean ? 128 : kWideMostRows;

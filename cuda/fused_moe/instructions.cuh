@@ -105,15 +105,6 @@ __device__ __forceinline__ unsigned count_arrival(unsigned* counter) {
                : "memory");
   return before;
 }
-// Static scales, past an L1 that may hold those of an earlier call: some warps that read them never
-// wait for the kernel before.
-__device__ __forceinline__ float act_scale_of(const Weights& weights, int expert) {
-  return __ldcg(weights.act_scale + expert * weights.act_scale_stride);
-}
-__device__ __forceinline__ float down_factor_of(const Weights& weights, int expert) {
-  return act_scale_of(weights, expert) * __ldcg(weights.down_scale + expert);
-}
-
 // Past the L1 cache.
 __device__ __forceinline__ float4 load_float4(const float* from) {
   float4 value;

@@ -83,7 +83,7 @@ __device__ __forceinline__ int uniform_warp() {
 }
 
 __device__ __forceinline__ TaskWalk wide_walk(const Index& index, int parts) {
-  return {index, nullptr, Tasks(index, nullptr, parts)};
+  return {index, nullptr, parts};
 }
 
 __device__ __forceinline__ int wide_steps(const Tile& tile) {

@@ -5,6 +5,7 @@
 // at once, or of float32 256.
 #pragma once
 
+#include "fused_moe/scales.cuh"
 #include "fused_moe/wide.cuh"
 
 namespace jax_hpc::fused_moe {
@@ -41,7 +42,7 @@ struct WideDownTask {
       multiply_wide_bf16<Rows>(memory, turns, f, place, totals);
       write_floats<Rows>(totals);
     } else {
-      const float factor = down_factor_of(a.weights, tile.expert);
+      const float factor = DownFactor{a.weights}(tile.expert);
       multiply_wide<Rows>(memory, turns, f, place, totals);
       stage<Rows>(factor, totals);
       write();

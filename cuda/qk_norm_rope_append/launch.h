@@ -47,7 +47,8 @@ struct Arrays {
 };
 
 // Head dimensions 64, 128 and 256. No extent but `rotary` and `pages` may be zero, and there must
-// be fewer than 2^31 slots. Of the pages only the rows of the tokens' slots are touched.
+// be fewer than 2^31 slots, fewer than 2^31 heads of all tokens, and fewer than 2^32 rows of a
+// cache. Of the pages only the rows of the tokens' slots are touched.
 cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,
                    cudaStream_t stream);
 

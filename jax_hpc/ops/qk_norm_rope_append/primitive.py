@@ -18,24 +18,29 @@ from jax_hpc.ops.qk_norm_rope_append.signature import (
 )
 
 _HEAD_DIMS = (64, 128, 256)
-_MOST_TOKENS = 2**31 - 2**10
-"""The kernel counts in 32-bit integers and rounds up to whole CTAs."""
+_MOST_HEADS = 2**31 - 2**10
+"""Of all tokens, those of K and V among them: the kernel counts in 32-bit integers, and rounds up."""
+_MOST_ROWS = 2**32
+"""Of a cache, P * Hkv * N: of the least D 256 GiB in fp8."""
 _OPTIONAL = ("q_norm", "k_norm", "k_scale", "v_scale", "k_scale_pages")
 """Operands that may be absent, in the order in which the handler takes them: after the others."""
 
 
 def _unsupported(operands: Operands, params: Params) -> str | None:
     del params
-    tokens, head_dim = operands.qkv.shape[0], operands.k_pages.shape[3]
+    pages, kv_heads, page_size, head_dim = operands.k_pages.shape
+    heads = operands.qkv.shape[0] * (operands.qkv.shape[1] // head_dim)
     if operands.qkv.dtype != jnp.bfloat16:
         return f"qkv must be bfloat16, got {operands.qkv.dtype.name}"
-    for name, pages in (("k_pages", operands.k_pages), ("v_pages", operands.v_pages)):
-        if pages.dtype not in (jnp.bfloat16, E4M3):
-            return f"{name} must be bfloat16 or float8_e4m3fn, got {pages.dtype.name}"
+    for name, cache in (("k_pages", operands.k_pages), ("v_pages", operands.v_pages)):
+        if cache.dtype not in (jnp.bfloat16, E4M3):
+            return f"{name} must be bfloat16 or float8_e4m3fn, got {cache.dtype.name}"
     if head_dim not in _HEAD_DIMS:
         return f"D must be one of {_HEAD_DIMS}, got {head_dim}"
-    if tokens > _MOST_TOKENS:
-        return f"T must be at most {_MOST_TOKENS}, got {tokens}"
+    if heads > _MOST_HEADS:
+        return f"T (Hq + 2 Hkv) must be at most {_MOST_HEADS}, got {heads}"
+    if pages * kv_heads * page_size >= _MOST_ROWS:
+        return f"P Hkv N must be below {_MOST_ROWS}, got {pages * kv_heads * page_size}"
     return None
 
 
