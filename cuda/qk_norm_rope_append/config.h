@@ -49,10 +49,6 @@ __host__ __device__ constexpr int heads_of_warp(int head_dim) {
 constexpr int kMostWarps = 4;
 constexpr int kStages = 2;  // turns of a warp whose values are under way or in use; a power of two
 constexpr int kCtasOfSm = 7;
-// 72 registers, which fp8 of D 256 does not make do with.
-constexpr int ctas_of_sm(int head_dim, bool quantizes) {
-  return head_dim == 256 && quantizes ? kCtasOfSm - 1 : kCtasOfSm;
-}
 
 // Turns follow each other through the heads of all tokens, as many at a time as a warp has room
 // for.

@@ -102,7 +102,7 @@ constexpr int kMostThreads = 32 * kMostWarps;
 
 // kQuantizes: some of q, k and v are fp8.
 template <int kHeadDim, bool kQuantizes, class Rotation>
-__global__ __launch_bounds__(kMostThreads, ctas_of_sm(kHeadDim, kQuantizes)) void prologue_kernel(
+__global__ __launch_bounds__(kMostThreads, Rotation::kMostCtasOfSm) void prologue_kernel(
     const __grid_constant__ Problem p, const __grid_constant__ Arrays a,
     const __grid_constant__ Config config, const __grid_constant__ Divisor heads_divisor,
     const __grid_constant__ Divisor page_size) {

@@ -30,6 +30,7 @@ __device__ __forceinline__ void weigh(SharedAddress weight, Places at, float (&x
 // whole head, after the norm: the most frequent by far.
 template <int kHeadDim, bool kPlain>
 struct ChunkRotation {
+  static constexpr int kMostCtasOfSm = kCtasOfSm;
   static constexpr bool kIsPlain = kPlain;
   static constexpr bool kSplitsRow = kPlain;  // interleaved, lanes read a vector each
   static constexpr int kRowAlignment = 16;
@@ -97,6 +98,7 @@ struct ChunkRotation {
 // widths no vector fits; nothing here is meant to be fast.
 template <int kHeadDim>
 struct AnyRotation {
+  static constexpr int kMostCtasOfSm = kCtasOfSm - 2;  // 72 registers do not suffice
   static constexpr bool kIsPlain = false;
   static constexpr bool kSplitsRow = false;
   static constexpr int kRowAlignment = 4;
