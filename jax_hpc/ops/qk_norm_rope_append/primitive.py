@@ -19,7 +19,7 @@ from jax_hpc.ops.qk_norm_rope_append.signature import (
 
 _HEAD_DIMS = (64, 128, 256)
 _MOST_HEADS = 2**31 - 2**10
-"""Of all tokens, those of K and V among them: the kernel counts in 32-bit integers, and rounds up."""
+"""Of all tokens, those of K and V too: the kernel counts in 32-bit integers, and rounds up."""
 _MOST_ROWS = 2**32
 """Of a cache, P * Hkv * N: of the least D 256 GiB in fp8."""
 _OPTIONAL = ("q_norm", "k_norm", "k_scale", "v_scale", "k_scale_pages")
