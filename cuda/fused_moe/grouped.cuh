@@ -209,7 +209,8 @@ class TaskBatch {
     tasks_.read(number, part);
     first_ = load_tile(tiles_ + number);
     tasks_.read_count(index, nullptr);
-    first_factor_ = factor_of_(first_.expert);
+    // Without a task the tile is whatever memory held.
+    first_factor_ = factor_of_(tasks_.has_next() ? first_.expert : 0);
     read_tiles(1);
   }
   __device__ __forceinline__ bool next(Tile& tile, int& part, float& factor) {
