@@ -138,8 +138,22 @@ def test_caches_of_two_dtypes() -> None:
             {name: shape(P, HKV, N, 32, dtype=jnp.bfloat16) for name in ("k_pages", "v_pages")},
             "D must be one of (64, 128, 256), got 32",
         ),
+        (
+            {
+                "qkv": shape(2**28, (HQ + 2 * HKV) * D, dtype=jnp.bfloat16),
+                **{name: shape(2**28, dtype=jnp.int32) for name in ("positions", "slots")},
+            },
+            f"T (Hq + 2 Hkv) must be at most {2**31 - 2**10}, got {2**31}",
+        ),
+        (
+            {
+                "qkv": shape(T, (HQ + 2 * 4) * D, dtype=jnp.bfloat16),
+                **{name: shape(2**26, 4, N, D, dtype=E4M3) for name in ("k_pages", "v_pages")},
+            },
+            f"P Hkv N must be below {2**32}, got {2**32}",
+        ),
     ],
-    ids=["qkv", "keys", "values", "head"],
+    ids=["qkv", "keys", "values", "head", "many-tokens", "large-cache"],
 )
 def test_no_kernel_says_why(change: dict[str, Any], words: str) -> None:
     call = functools.partial(qk_norm_rope_append, implementation="cuda")

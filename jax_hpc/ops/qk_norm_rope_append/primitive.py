@@ -29,7 +29,6 @@ _OPTIONAL = ("q_norm", "k_norm", "k_scale", "v_scale", "k_scale_pages")
 def _unsupported(operands: Operands, params: Params) -> str | None:
     del params
     pages, kv_heads, page_size, head_dim = operands.k_pages.shape
-    heads = operands.qkv.shape[0] * (operands.qkv.shape[1] // head_dim)
     if operands.qkv.dtype != jnp.bfloat16:
         return f"qkv must be bfloat16, got {operands.qkv.dtype.name}"
     for name, cache in (("k_pages", operands.k_pages), ("v_pages", operands.v_pages)):
@@ -37,10 +36,12 @@ def _unsupported(operands: Operands, params: Params) -> str | None:
             return f"{name} must be bfloat16 or float8_e4m3fn, got {cache.dtype.name}"
     if head_dim not in _HEAD_DIMS:
         return f"D must be one of {_HEAD_DIMS}, got {head_dim}"
+    heads = operands.qkv.shape[0] * (operands.qkv.shape[1] // head_dim)
     if heads > _MOST_HEADS:
         return f"T (Hq + 2 Hkv) must be at most {_MOST_HEADS}, got {heads}"
-    if pages * kv_heads * page_size >= _MOST_ROWS:
-        return f"P Hkv N must be below {_MOST_ROWS}, got {pages * kv_heads * page_size}"
+    rows = pages * kv_heads * page_size
+    if rows >= _MOST_ROWS:
+        return f"P Hkv N must be below {_MOST_ROWS}, got {rows}"
     return None
 
 
