@@ -69,6 +69,8 @@ struct Config {
   // The products for many rows an expert (wide.cuh): tiles of a multiple of 32 rows, up to 192, of
   // kBf16 256, and of kBlock a multiple of 64, with blocks of 128 rows.
   bool is_wide = false;
+  // Slices of the hidden axis (slice_of) that down writes and the reduction reads in turn.
+  int output_slices = 1;
   // The reduction lets the L2 cache forget the experts' outputs that it has read, where they are
   // whole lines, instead of writing them back to memory.
   bool discards_outputs = false;
@@ -76,6 +78,22 @@ struct Config {
 
 // Of an expert's outputs, as down leaves them: float32 of bf16 experts, else bf16.
 constexpr int output_bytes(Format format) { return format == Format::kBf16 ? 4 : 2; }
+
+// Some of the hidden values.
+struct Slice {
+  int first;
+  int count;
+};
+// A multiple of what a task of down has, and what a CTA of the reduction has.
+constexpr int kSliceUnit = 512;
+
+// Slices are of the same number of units, but for the last.
+constexpr Slice slice_of(const Problem& p, const Config& c, int slice) {
+  const int units = blocks_of(blocks_of(p.hidden, kSliceUnit), c.output_slices);
+  const int first = slice * units * kSliceUnit;
+  const int left = p.hidden - first;
+  return {first, left < units * kSliceUnit ? left : units * kSliceUnit};
+}
 
 // A row is a (token, choice) pair whose expert lives on this rank. Rows are ordered by expert, and
 // within an expert by pair index token * top_k + choice, without gaps. A tile is up to
@@ -162,6 +180,7 @@ inline std::ostream& operator<<(std::ostream& out, const Config& c) {
   } else {
     out << c.gate_up_pieces << " pieces";
   }
+  if (c.output_slices > 1) out << ", outputs in " << c.output_slices << " slices";
   return c.discards_outputs ? out << ", outputs discarded" : out;
 }
 

@@ -18,7 +18,7 @@ template <class Shape, class Kernel>
 cudaError_t launch_with(Kernel kernel, const Problem& p, const Config& config,
                         const DownArrays& arrays, const Maps& maps, bool overlaps_previous,
                         int num_sms, cudaStream_t stream) {
-  const int64_t tasks = max_tiles(p, config) * ceil_div(p.hidden, Shape::kTaskRows);
+  const int64_t tasks = max_tiles(p, config) * ceil_div(arrays.slice.count, Shape::kTaskRows);
   if (tasks >= int64_t{1} << 31) return cudaErrorInvalidValue;
   const auto ctas = static_cast<unsigned>(std::min<int64_t>(tasks, Shape::kCtasOfSm * num_sms));
   const LaunchShape shape{.grid = dim3(ctas),
@@ -65,15 +65,15 @@ cudaError_t launch_shape(const Problem& p, const Config& config, const DownArray
 }  // namespace
 
 cudaError_t launch_down(const Problem& p, const Config& config, const Index& index,
-                        const Weights& weights, const RowBuffers& rows, bool overlaps_previous,
-                        int num_sms, cudaStream_t stream) {
+                        const Weights& weights, const RowBuffers& rows, const Slice& slice,
+                        bool overlaps_previous, int num_sms, cudaStream_t stream) {
   if (config.is_wide) {
     return launch_wide_down(p, config, index, weights, rows, overlaps_previous, num_sms, stream);
   }
   Maps maps;
   const cudaError_t status = make_maps(p, config, weights.down, rows.act, &maps);
   if (status != cudaSuccess) return status;
-  const DownArrays arrays{index, weights, rows};
+  const DownArrays arrays{index, weights, rows, slice};
 #define JAX_HPC_CASE(tile, kind)                                                                 \
   if (config.tile_rows == (tile) && p.format == Format::kind) {                                  \
     return launch_shape<tile, Format::kind>(p, config, arrays, maps, overlaps_previous, num_sms, \

@@ -21,7 +21,27 @@ struct DownArrays {
   Index index;
   Weights weights;
   RowBuffers rows;
+  Slice slice;
 };
+
+// Of a slice, of which a task has `Rows` values.
+template <int Rows>
+__device__ __forceinline__ Tasks tasks_of(const Slice& slice) {
+  static_assert(kSliceUnit % Rows == 0);
+  return Tasks(ceil_div(slice.count, Rows), slice.first / Rows);
+}
+
+// The index does not depend on gate-up either, and is read before. Of later slices the kernel
+// before is the reduction of another slice, which nothing here depends on: it starts when gate-up
+// has ended, and so do they.
+__device__ __forceinline__ void wait_for_act(const Slice& slice) {
+  if (slice.first == 0) wait_for_previous_kernel();
+  let_next_kernel_start();
+}
+// At the end, so that what waits for this kernel waits for the reductions before it, too.
+__device__ __forceinline__ void wait_for_reduction(const Slice& slice) {
+  if (slice.first > 0) wait_for_previous_kernel();
+}
 
 // By the weights' warp.
 template <class Shape>
@@ -43,19 +63,6 @@ __device__ __forceinline__ void copy_down(const StageMemory<Shape>& memory, Task
   }
 }
 
-// By the rows' warp, one thread: the intermediate's rows, in groups of eight. Rows behind a tile's
-// last are another expert's, and nobody's business.
-template <class Shape>
-__device__ __forceinline__ void copy_act(const StageMemory<Shape>& memory, int stage, int turn,
-                                         const Tile& tile, const CUtensorMap* map) {
-  const int groups = ceil_div(tile.rows, kGroupRows);
-  arrive_expecting(memory.full(stage), static_cast<uint32_t>(groups * kGroupBytes));
-  for (int i = 0; i < groups; ++i) {
-    copy_tile(memory.rows(stage) + i * kGroupBytes, map, memory.full(stage), turn * kStageRow,
-              tile.first_row + i * kGroupRows);
-  }
-}
-
 // What the consumers need to know of a task: its tile's rows, and what the sums are multiplied by.
 struct Note {
   int first_row;
@@ -66,7 +73,7 @@ struct Note {
 // By one thread, before it arrives.
 template <class Shape>
 __device__ __forceinline__ void write_note(const StageMemory<Shape>& memory, int stage,
-                                           const Tile& tile, float factor = 1.0f) {
+                                           const Tile& tile, float factor) {
   store_shared(memory.note(stage),
                float4{__int_as_float(tile.first_row), __int_as_float(tile.rows), factor, 0.0f});
 }
@@ -76,12 +83,25 @@ __device__ __forceinline__ Note read_note(const StageMemory<Shape>& memory, int 
   return {__float_as_int(words.x), __float_as_int(words.y), words.z};
 }
 
-// By the rows' warp. The first note does not wait for the kernel before.
+// By the rows' warp, one thread: the intermediate's rows, in groups of eight, and with the first
+// stage the note. Rows behind a tile's last are another expert's, and nobody's business.
+template <class Shape>
+__device__ __forceinline__ void copy_act(const StageMemory<Shape>& memory, int stage, int turn,
+                                         const Tile& tile, float factor, const CUtensorMap* map) {
+  const int groups = ceil_div(tile.rows, kGroupRows);
+  for (int i = 0; i < groups; ++i) {
+    copy_tile(memory.rows(stage) + i * kGroupBytes, map, memory.full(stage), turn * kStageRow,
+              tile.first_row + i * kGroupRows);
+  }
+  if (turn == 0) write_note(memory, stage, tile, factor);
+  arrive_expecting(memory.full(stage), static_cast<uint32_t>(groups * kGroupBytes));
+}
+
+// By the rows' warp.
 template <class Shape, class Factor>
 __device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, TaskBatch<Factor> batch,
                                           int turns, const CUtensorMap* map) {
   RingPlace<Shape::kStages> place;
-  LateWait wait_for_act;
   Tile tile;
   int part;
   float factor;
@@ -89,13 +109,9 @@ __device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, Task
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
       wait_for_room(memory, place);
-      const bool copies = elect_one();
-      if (copies && turn == 0) write_note(memory, place.stage, tile, factor);
-      wait_for_act();
-      if (copies) copy_act(memory, place.stage, turn, tile, map);
+      if (elect_one()) copy_act(memory, place.stage, turn, tile, factor, map);
     }
   }
-  wait_for_act();
 }
 
 // The same with the scales of kBlock: of each row, and of the two halves of the stage's weights.
@@ -107,7 +123,6 @@ __device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memor
   constexpr int kFloat = int{sizeof(float)};
   const int inter_blocks = ceil_div(p.inter, p.block_rows);
   RingPlace<Shape::kStages> place;
-  LateWait wait_for_act;
   Tile tile;
   int part;
   while (batch.next(tile, part)) {
@@ -118,9 +133,7 @@ __device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memor
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, place.advance()) {
       wait(memory.empty(place.stage), place.parity ^ 1);
-      if (lane == 0 && turn == 0) write_note(memory, place.stage, tile);
-      wait_for_act();
-      if (lane == 0) copy_act(memory, place.stage, turn, tile, map);
+      if (lane == 0) copy_act(memory, place.stage, turn, tile, 1.0f, map);
       const SharedAddress to = memory.scales(place.stage);
 #pragma unroll
       for (int row = lane; row < Shape::kRows; row += kWarpSize) {
@@ -134,7 +147,6 @@ __device__ __forceinline__ void copy_scaled_rows(const StageMemory<Shape>& memor
       arrive_when_copied(memory.full(place.stage));
     }
   }
-  wait_for_act();
   commit_copies();
   wait_copies<0>();
 }
@@ -308,22 +320,26 @@ __global__ void __launch_bounds__(DownShape<TileRows, format>::kThreads,
     fence_barrier_init();
   }
   __syncthreads();
-  const int parts = ceil_div(p.hidden, Shape::kTaskRows);
+  Tasks tasks = tasks_of<Shape::kTaskRows>(arrays.slice);
   const int turns = ceil_div(p.inter * value_bytes(format), kStageRow);
   if (warp == Shape::kWeightWarp) {
-    copy_down<Shape>(memory, TaskBatch<>(arrays.index, parts), turns, &weight_map);
+    copy_down<Shape>(memory, TaskBatch<>(arrays.index, tasks), turns, &weight_map);
   } else if (warp == Shape::kRowWarp) {
     if constexpr (Shape::kHasBlocks) {
-      copy_scaled_rows<Shape>(memory, p, TaskBatch<>(arrays.index, parts), turns, arrays, lane,
-                              &act_map);
+      const TaskBatch<> batch(arrays.index, tasks);
+      wait_for_act(arrays.slice);
+      copy_scaled_rows<Shape>(memory, p, batch, turns, arrays, lane, &act_map);
     } else if constexpr (format == Format::kTensor) {
-      copy_rows<Shape>(memory, TaskBatch<DownFactor>(arrays.index, parts, {arrays.weights}), turns,
-                       &act_map);
+      const TaskBatch<DownFactor> batch(arrays.index, tasks, {arrays.weights});
+      wait_for_act(arrays.slice);
+      copy_rows<Shape>(memory, batch, turns, &act_map);
     } else {
-      copy_rows<Shape>(memory, TaskBatch<>(arrays.index, parts), turns, &act_map);
+      const TaskBatch<> batch(arrays.index, tasks);
+      wait_for_act(arrays.slice);
+      copy_rows<Shape>(memory, batch, turns, &act_map);
     }
+    wait_for_reduction(arrays.slice);
   } else {
-    Tasks tasks(parts);
     tasks.read_count(arrays.index, nullptr);
     multiply_down<Shape>(memory, p, arrays.rows, tasks, turns);
   }

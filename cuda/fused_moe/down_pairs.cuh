@@ -54,21 +54,19 @@ __device__ __forceinline__ void copy_pair_rows(const StageMemory<Shape>& memory,
   constexpr int kGroups = 2;  // of 128 columns
   const int weight_blocks = ceil_div(kPairColumns, p.block_rows);
   RingPlace<Shape::kStages> place;
-  LateWait wait_for_act;
   Tile tile;
   int part;
   float factor;
   while (batch.next(tile, part, factor)) {
     wait_for_room(memory, place);
-    if (lane == 0) write_note(memory, place.stage, tile, factor);
-    wait_for_act();
     if (lane == 0) {
       const int groups = ceil_div(tile.rows, kGroupRows);
-      arrive_expecting(memory.full(place.stage), static_cast<uint32_t>(groups * kPieceGroupBytes));
       for (int i = 0; i < groups; ++i) {
         copy_tile(memory.rows(place.stage) + i * kPieceGroupBytes, map, memory.full(place.stage), 0,
                   tile.first_row + i * kGroupRows, 0);
       }
+      write_note(memory, place.stage, tile, factor);
+      arrive_expecting(memory.full(place.stage), static_cast<uint32_t>(groups * kPieceGroupBytes));
     }
     if constexpr (Shape::kHasBlocks) {
       const SharedAddress to = memory.scales(place.stage);
@@ -90,7 +88,6 @@ __device__ __forceinline__ void copy_pair_rows(const StageMemory<Shape>& memory,
     }
     place.advance();
   }
-  wait_for_act();
   if constexpr (Shape::kHasBlocks) {
     commit_copies();
     wait_copies<0>();
@@ -263,18 +260,21 @@ __global__ void __launch_bounds__(DownPairsShape<TileRows, format>::kThreads,
     fence_barrier_init();
   }
   __syncthreads();
-  const int parts = ceil_div(p.hidden, kPairRows);
+  Tasks tasks = tasks_of<kPairRows>(arrays.slice);
   if (warp == Shape::kWeightWarp) {
-    copy_pairs<Shape>(memory, TaskBatch<>(arrays.index, parts), &weight_map);
+    copy_pairs<Shape>(memory, TaskBatch<>(arrays.index, tasks), &weight_map);
   } else if (warp == Shape::kRowWarp) {
     if constexpr (Shape::kHasBlocks) {
-      copy_pair_rows<Shape>(memory, p, TaskBatch<>(arrays.index, parts), arrays, lane, &act_map);
+      const TaskBatch<> batch(arrays.index, tasks);
+      wait_for_act(arrays.slice);
+      copy_pair_rows<Shape>(memory, p, batch, arrays, lane, &act_map);
     } else {
-      copy_pair_rows<Shape>(memory, p, TaskBatch<DownFactor>(arrays.index, parts, {arrays.weights}),
-                            arrays, lane, &act_map);
+      const TaskBatch<DownFactor> batch(arrays.index, tasks, {arrays.weights});
+      wait_for_act(arrays.slice);
+      copy_pair_rows<Shape>(memory, p, batch, arrays, lane, &act_map);
     }
+    wait_for_reduction(arrays.slice);
   } else {
-    Tasks tasks(parts);
     tasks.read_count(arrays.index, nullptr);
     multiply_down_pairs<Shape>(memory, p, arrays.rows, tasks);
   }

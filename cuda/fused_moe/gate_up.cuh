@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(GateUpShape<TileRows, Pieces, format>::kThread
   if (num_pairs(p) > kFewPairs) few = nullptr;
   if (few != nullptr && warp == 0) sort_few(p, TileRows, arrays.index, lane, *few);
   if (threadIdx.x == Shape::kWeightWarp * kWarpSize) {
-    init_stages(memory, 1 + kWarpSize);
+    init_stages(memory, 1 + Shape::kRowWarps * kWarpSize);
     fence_barrier_init();
   }
   __syncthreads();
@@ -192,17 +192,18 @@ __global__ void __launch_bounds__(GateUpShape<TileRows, Pieces, format>::kThread
   }
   // Weights, and the index of few pairs, do not depend on the kernel before. Tokens do where it
   // quantises them; else one of the other warps waits, so that the next kernel may start.
-  constexpr int kWaitingWarp = format == Format::kBf16 ? 0 : Shape::kRowWarp;
-  if (few == nullptr || warp == kWaitingWarp) {
+  const bool is_waiting = format == Format::kBf16 ? warp == 0 : warp >= Shape::kRowWarp;
+  if (few == nullptr || is_waiting) {
     wait_for_previous_kernel();
     let_next_kernel_start();
   }
   if (warp == Shape::kWeightWarp) {
     const TaskWalk walk(arrays.index, few, parts);
     if (elect_one()) copy_gate_up<Shape>(memory, p, walk, turns, &map);
-  } else if (warp == Shape::kRowWarp) {
+  } else if (warp >= Shape::kRowWarp) {
     const TaskWalk walk(arrays.index, few, parts);
-    copy_rows<Shape>(memory, p, walk, turns, arrays, few, lane);
+    copy_rows<Shape>(memory, p, walk, turns, arrays, few,
+                     static_cast<int>(threadIdx.x) - Shape::kRowWarp * kWarpSize);
   } else {
     Tasks tasks(parts);
     tasks.read_count(arrays.index, few);

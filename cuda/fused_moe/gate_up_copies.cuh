@@ -1,4 +1,4 @@
-// What gate-up's two copying warps do.
+// What gate-up's copying warps do.
 #pragma once
 
 #include "fused_moe/gate_up_shape.cuh"
@@ -29,9 +29,9 @@ __device__ __forceinline__ void copy_gate_up(const StageMemory<Shape>& memory, c
   }
 }
 
-// The copies of a stage's token rows and scales by the lanes of one warp. With one piece eight
-// lanes take a row's 128 bytes and a lane every fourth row; with four the warp takes a row's 512
-// bytes.
+// The copies of a stage's token rows and scales by the lanes of the rows' warps. With one piece
+// eight lanes take a row's 128 bytes and a lane every fourth or eighth row; with four the warp
+// takes a row's 512 bytes.
 template <class Shape>
 class RowCopies {
  public:
@@ -97,7 +97,7 @@ class RowCopies {
   static constexpr bool kHasPieces = Shape::kPieces > 1;
   static constexpr int kUnit = 16;  // bytes of a copy
   static constexpr int kUnitsOfRow = kStageRow / kUnit;
-  static constexpr int kRowsAtOnce = kHasPieces ? 1 : kWarpSize / kUnitsOfRow;
+  static constexpr int kRowsAtOnce = kHasPieces ? 1 : Shape::kRowWarps * kWarpSize / kUnitsOfRow;
   static constexpr int kRowsOfLane = Shape::kTileRows / kRowsAtOnce;
   static constexpr int kScalesOfLane = ceil_div(Shape::kTileRows, kWarpSize);
   static constexpr bool kReadsAhead = Shape::kTileRows <= 64;  // of more, registers do not suffice
@@ -113,6 +113,7 @@ class RowCopies {
   // Of the lane's row i: swizzled, so that the two or eight rows of a group differ.
   __device__ __forceinline__ int place(int i) const {
     if constexpr (kHasPieces) return (place_[0] ^ (i * kUnit)) + i * kStageRow;
+    if constexpr (kRowsAtOnce == kGroupRows) return place_[0] + i * kGroupBytes;
     return place_[i % 2] + i / 2 * kGroupBytes;
   }
   __device__ __forceinline__ int token_of(int row) const {
@@ -179,7 +180,7 @@ __device__ __forceinline__ void copy_gate_up_note(const StageMemory<Shape>& memo
   }
 }
 
-// By the rows' warp.
+// By the rows' warps.
 template <class Shape>
 __device__ __forceinline__ void copy_rows(const StageMemory<Shape>& memory, const Problem& p,
                                           TaskWalk walk, int turns, const GateUpArrays& arrays,

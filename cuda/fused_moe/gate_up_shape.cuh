@@ -17,6 +17,10 @@ struct GateUpShape : SquareStageShape<format, TileRows * Pieces, TileRows,
                                       format == Format::kBlock ? TileRows + 4 : 0,
                                       gate_up_extra_bytes(Pieces, format)> {
   static constexpr int kTileRows = TileRows;
+  // One warp does not ask for 64 rows a stage as fast as the weights come. In blocks there are no
+  // registers for two.
+  static constexpr int kRowWarps = TileRows == 64 && format != Format::kBlock ? 2 : 1;
+  static constexpr int kThreads = (GateUpShape::kRowWarp + kRowWarps) * kWarpSize;
   static constexpr int kPieces = Pieces;
   static constexpr int kGroupColumns = kWeightRows / 2 / Pieces;
   static constexpr int kColumns = GateUpShape::kGroups * kGroupColumns;

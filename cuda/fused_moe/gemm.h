@@ -14,13 +14,14 @@ cudaError_t launch_gate_up(const Problem& problem, const Config& config, const I
                            const TokenRows& x, const Weights& weights, const RowBuffers& rows,
                            bool overlaps_previous, int num_sms, cudaStream_t stream);
 
-// outputs[row] = down(act[row]). The kernel before this one must be gate-up: of all else that was
-// written in the chain, down reads the index, before it waits.
+// outputs[row] = down(act[row]), of a slice of the hidden axis. The kernel before this one must be
+// gate-up, or behind it the reduction of the slice before: of all else that was written in the
+// chain, down reads the index, before it waits.
 cudaError_t launch_down(const Problem& problem, const Config& config, const Index& index,
-                        const Weights& weights, const RowBuffers& rows, bool overlaps_previous,
-                        int num_sms, cudaStream_t stream);
+                        const Weights& weights, const RowBuffers& rows, const Slice& slice,
+                        bool overlaps_previous, int num_sms, cudaStream_t stream);
 
-// The same with Config::is_wide, and rows of x that lie in the order of the index.
+// The same with Config::is_wide, rows of x that lie in the order of the index, and one slice.
 cudaError_t launch_wide_gate_up(const Problem& problem, const Config& config, const Index& index,
                                 const TokenRows& sorted, const Weights& weights,
                                 const RowBuffers& rows, bool overlaps_previous, int num_sms,

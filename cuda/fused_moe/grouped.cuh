@@ -128,13 +128,13 @@ __device__ __forceinline__ void init_stages(const StageMemory<Shape>& memory,
   }
 }
 
-// A CTA's tasks. They are numbered tile by tile, `parts` to a tile, and a CTA takes every
-// `ctas`-th.
+// A CTA's tasks. They are numbered tile by tile, `parts` to a tile from `first_part` on, and a CTA
+// takes every `ctas`-th.
 class Tasks {
  public:
   // How many there are is not known yet.
-  __device__ __forceinline__ explicit Tasks(int parts)
-      : parts_(static_cast<unsigned>(parts)), task_(blockIdx.x) {}
+  __device__ __forceinline__ explicit Tasks(int parts, int first_part = 0)
+      : parts_(static_cast<unsigned>(parts)), first_part_(first_part), task_(blockIdx.x) {}
   // `few`, if not null, holds the index.
   __device__ __forceinline__ void read_count(const Index& index, const FewPairs* few) {
     const int tiles = few != nullptr ? few->num_tiles : load_int(index.header);
@@ -145,12 +145,13 @@ class Tasks {
   __device__ __forceinline__ void read(int& tile, int& part) const {
     const unsigned number = task_ / parts_;
     tile = static_cast<int>(number);
-    part = static_cast<int>(task_ - number * parts_);
+    part = first_part_ + static_cast<int>(task_ - number * parts_);
   }
   __device__ __forceinline__ void advance(unsigned tasks = 1) { task_ += tasks * gridDim.x; }
 
  private:
   unsigned parts_;
+  int first_part_;
   unsigned task_;
   unsigned count_ = 0;
 };
@@ -202,8 +203,9 @@ struct NoFactor {
 template <class Factor = NoFactor>
 class TaskBatch {
  public:
-  __device__ __forceinline__ TaskBatch(const Index& index, int parts, const Factor& factor_of = {})
-      : tiles_(index.tiles), factor_of_(factor_of), tasks_(parts) {
+  __device__ __forceinline__ TaskBatch(const Index& index, const Tasks& tasks,
+                                       const Factor& factor_of = {})
+      : tiles_(index.tiles), factor_of_(factor_of), tasks_(tasks) {
     int number;
     int part;
     tasks_.read(number, part);
@@ -269,20 +271,6 @@ __device__ __forceinline__ void wait_for_room(const StageMemory<Shape>& memory,
   wait(memory.empty(place.stage), place.parity ^ 1);
   __syncwarp();
 }
-
-// The wait for the kernel before, as late as its results are needed.
-class LateWait {
- public:
-  __device__ __forceinline__ void operator()() {
-    if (has_waited_) return;
-    has_waited_ = true;
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-  }
-
- private:
-  bool has_waited_ = false;
-};
 
 // sums = weights times rows of a stage, and waits for it. A fresh sum for each stage, since the
 // tensor cores keep 14 bits of it: the caller adds stages up in float32.

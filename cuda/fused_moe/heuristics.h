@@ -117,10 +117,30 @@ inline Config choose_products(const Problem& p, int num_sms) {
   return config;
 }
 
+inline int64_t outputs_bytes(const Problem& p) {
+  return own_pairs(p) * p.hidden * output_bytes(p.format);
+}
+
+// So many that the L2 cache, of 50 MB, keeps what down writes of one until the reduction has read
+// it. None where it keeps all, or not even a unit. At least four: of 67 MB two are 3 % slower.
+// The wide products have a CTA on an SM, and a slice has too few tasks to be shared among them.
+inline int choose_output_slices(const Problem& p, const Config& c) {
+  constexpr int64_t kMostKept = int64_t{32} << 20;
+  constexpr int64_t kLeastCut = int64_t{64} << 20;
+  constexpr int kFewest = 4;
+  const int units = blocks_of(p.hidden, kSliceUnit);
+  const int64_t most_units = kMostKept / (own_pairs(p) * kSliceUnit * output_bytes(p.format));
+  if (c.is_wide || outputs_bytes(p) < kLeastCut || most_units == 0) return 1;
+  const int64_t fewest = std::min(units, kFewest);
+  const int64_t slices = std::max(fewest, (units + most_units - 1) / most_units);
+  return blocks_of(units, blocks_of(units, static_cast<int>(slices)));  // none of which is empty
+}
+
 inline Config choose(const Problem& p, int num_sms) {
   constexpr int64_t kLeastDiscarded = int64_t{8} << 20;  // bytes; fewer are written back in no time
   Config config = choose_products(p, num_sms);
-  config.discards_outputs = own_pairs(p) * p.hidden * output_bytes(p.format) >= kLeastDiscarded;
+  config.output_slices = choose_output_slices(p, config);
+  config.discards_outputs = outputs_bytes(p) >= kLeastDiscarded;
   return config;
 }
 

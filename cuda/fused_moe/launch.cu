@@ -112,10 +112,10 @@ TokenRows prepared_rows(const Problem& problem, const Config& config, const Arra
 }
 
 cudaError_t launch_reduce(const Problem& problem, const Config& config, const Arrays& arrays,
-                          bool overlaps, cudaStream_t stream) {
+                          const Slice& slice, bool overlaps, cudaStream_t stream) {
   const LaunchShape shape{
       .grid = dim3(static_cast<unsigned>(problem.tokens),
-                   static_cast<unsigned>(ceil_div(problem.hidden, kReduceThreads * kReduceValues))),
+                   static_cast<unsigned>(ceil_div(slice.count, kReduceThreads * kReduceValues))),
       .threads = kReduceThreads,
       .overlaps_previous = overlaps};
   constexpr int kFew = 8;
@@ -126,7 +126,7 @@ cudaError_t launch_reduce(const Problem& problem, const Config& config, const Ar
   const bool discards =
       config.discards_outputs && row_bytes % kLineBytes == 0 &&
       reinterpret_cast<uintptr_t>(arrays.workspace.rows.outputs) % kLineBytes == 0;
-  return launch_kernel(kernel, shape, stream, problem, arrays, discards);
+  return launch_kernel(kernel, shape, stream, problem, arrays, slice, discards);
 }
 
 cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,
@@ -141,10 +141,16 @@ cudaError_t launch(const Problem& problem, const Config& config, const Arrays& a
     status = launch_gate_up(problem, config, index, x, arrays.weights, w.rows, overlaps, num_sms,
                             stream);
   }
-  if (status == cudaSuccess) {
-    status = launch_down(problem, config, index, arrays.weights, w.rows, overlaps, num_sms, stream);
+  for (int i = 0; i < config.output_slices; ++i) {
+    const Slice slice = slice_of(problem, config, i);
+    if (status == cudaSuccess) {
+      status = launch_down(problem, config, index, arrays.weights, w.rows, slice, overlaps, num_sms,
+                           stream);
+    }
+    if (status == cudaSuccess) {
+      status = launch_reduce(problem, config, arrays, slice, overlaps, stream);
+    }
   }
-  if (status == cudaSuccess) status = launch_reduce(problem, config, arrays, overlaps, stream);
   return status;
 }
 

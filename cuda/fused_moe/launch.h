@@ -106,7 +106,8 @@ cudaError_t launch_prepare(const Problem& problem, const Config& config, const A
                            bool overlaps, cudaStream_t stream);
 // The rows of x that gate-up reads, once they are prepared.
 TokenRows prepared_rows(const Problem& problem, const Config& config, const Arrays& arrays);
+// Of a slice of the hidden axis, which the kernel before this one writes.
 cudaError_t launch_reduce(const Problem& problem, const Config& config, const Arrays& arrays,
-                          bool overlaps, cudaStream_t stream);
+                          const Slice& slice, bool overlaps, cudaStream_t stream);
 
 }  // namespace jax_hpc::fused_moe

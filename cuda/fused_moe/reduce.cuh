@@ -15,7 +15,8 @@
 namespace jax_hpc::fused_moe {
 
 constexpr int kReduceValues = 8;  // of a thread, 16 bytes of bf16
-constexpr int kReduceThreads = 128;
+constexpr int kReduceThreads = 64;
+static_assert(kReduceThreads * kReduceValues == kSliceUnit);
 
 // What is added to a token's experts, as it lies in memory: eight columns.
 struct Addends {
@@ -102,20 +103,22 @@ struct Outputs<true> {
   }
 };
 
-// Grid: tokens, then columns. What the index holds was written two kernels ago, and each kernel
-// lets the next one start only after its own wait: so it is there before this kernel's wait, in the
-// L2 cache, past an L1 that may hold what an earlier call left. kAtOnce choices are under way
+// Grid: tokens, then columns of the slice. What the index holds was written before gate-up, which
+// has ended when any down kernel lets the next one start: so it is there before this kernel's wait,
+// in the L2 cache, past an L1 that may hold what an earlier call left. Down of another slice does
+// not depend on this one, and may start at once. kAtOnce choices are under way
 // together: of float32 they need registers for fewer CTAs than the compiler would aim at.
 //
 // The L2 cache would write outputs that nobody reads again back to memory, while later kernels read
 // weights; so where they are whole lines (`discards`) it is told to forget what has been read. Of
 // 4096 rows x 4096 of bf16 writing took 8 us.
 template <int kAtOnce, bool kFloats>
-__global__ __launch_bounds__(kReduceThreads,
-                             kFloats ? 4 : 0) void reduce_kernel(const __grid_constant__ Problem p,
-                                                                 const __grid_constant__ Arrays a,
-                                                                 bool discards) {
-  const int column = static_cast<int>(blockIdx.y * kReduceThreads + threadIdx.x) * kReduceValues;
+__global__ __launch_bounds__(kReduceThreads, kFloats ? 8 : 0) void reduce_kernel(
+    const __grid_constant__ Problem p, const __grid_constant__ Arrays a,
+    const __grid_constant__ Slice slice, bool discards) {
+  let_next_kernel_start();
+  const int column =
+      slice.first + static_cast<int>(blockIdx.y * kReduceThreads + threadIdx.x) * kReduceValues;
   const int64_t token = blockIdx.x;
   const bool exists = column < p.hidden;
   Addends addends{};

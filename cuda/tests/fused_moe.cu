@@ -3,7 +3,7 @@
 //
 //   fused_moe check           routings, formats, sizes and tile boundaries
 //   fused_moe check small     a few of them, for the sanitizer's slower tools
-//   fused_moe check races     the same for racecheck: no wide CTA has a second task, whose stages
+//   fused_moe check races     the same for racecheck: hardly a CTA has a second task, whose stages
 //                             a lane frees for all of its warp, which the tool takes for a race
 //   fused_moe time [tensor | block | bf16] [T ...]    the baselines' layers, by stage
 //
@@ -34,6 +34,8 @@ namespace {
 
 using namespace jax_hpc::fused_moe;
 using namespace jax_hpc::tests;
+
+enum class Extent { kAll, kSmall, kRaces };
 
 constexpr int kSms = 132;
 constexpr int kGuard = 64;  // elements behind every array that is written
@@ -176,11 +178,13 @@ std::string stage_fault(const Setup& setup, const Config& config, const Inputs& 
 }
 
 Config config_of(const Setup& setup) {
-  return setup.wide_rows > 0 ? wide_config(setup.wide_rows) : choose(setup.p, kSms);
+  Config config = setup.wide_rows > 0 ? wide_config(setup.wide_rows) : choose(setup.p, kSms);
+  if (setup.output_slices > 0) config.output_slices = setup.output_slices;
+  return config;
 }
 
 // What is wrong with a layer; empty if nothing is.
-std::string fault_of(const Setup& setup, uint32_t seed, Rounded* rounded) {
+std::string fault_of(const Setup& setup, uint32_t seed, Extent extent, Rounded* rounded) {
   const Problem& p = setup.p;
   const Inputs in = make_inputs(setup, seed);
   DeviceArray<__nv_bfloat16> x(in.x), shared(in.shared);
@@ -228,6 +232,15 @@ std::string fault_of(const Setup& setup, uint32_t seed, Rounded* rounded) {
     if (!fault.empty()) return fault;
     first = bits;
   }
+  // Fewer CTAs, which have several tasks each and fill stages again.
+  if (extent == Extent::kRaces) return "";
+  for (const int sms : {5, 20, kSms - 2}) {
+    require(cudaMemset(device.out.data(), 0xff, sizeof(__nv_bfloat16) * p.tokens * p.hidden),
+            "cudaMemset");
+    require(launch(p, config, a, true, sms, nullptr), "launch");
+    require(cudaDeviceSynchronize(), "kernel");
+    if (bytes_of(device.out.host()) != first) return std::to_string(sms) + " SMs differ";
+  }
   return "";
 }
 
@@ -257,8 +270,6 @@ static_assert(!is_supported({1, 129, 1, 16, 16, Format::kBf16, 0}));
 static_assert(!is_supported({1, 1, 513, 16, 16, Format::kBf16, 0}));
 static_assert(!is_supported({1 << 18, 128, 1, 16, 16, Format::kBf16, 0}));
 static_assert(!is_supported({1 << 24, 1, 1, 8208, 16, Format::kBf16, 0}));
-
-enum class Extent { kAll, kSmall, kRaces };
 
 std::vector<Setup> all_setups(Extent extent) {
   std::vector<Setup> setups;
@@ -326,6 +337,19 @@ std::vector<Setup> all_setups(Extent extent) {
     add({467, 5, 24, 272, 32, format, rows}, Routing::kGarbage);
     add({1000, 8, 192, 80, 16, format, rows}, Routing::kSkewed);
   }
+  // Slices of the hidden axis, of every product of down; the last one of a few values, too.
+  std::vector<Setup> sliced;
+  for (const auto& [format, rows] : kinds) {
+    for (const int inter : {192, 208}) {
+      for (const int tokens : {6, 90, 700}) {
+        const Problem p{tokens, 3, 5, 1040, inter, format, rows};
+        for (const int slices : {2, 3}) {
+          sliced.push_back(
+              {p, Routing::kUniform, false, slices == 2, slices == 3, false, 0, 0, slices});
+        }
+      }
+    }
+  }
   const size_t others = setups.size();
   // The wide products, which most of these are too small to be given, in tiles of two heights.
   constexpr int kLow = 128;
@@ -335,10 +359,16 @@ std::vector<Setup> all_setups(Extent extent) {
     setup.wide_rows = i % 2 == 0 ? kLow : wide_most_rows(setup.p.format);
     setups.push_back(setup);
   }
-  if (extent == Extent::kAll) return setups;
+  if (extent == Extent::kAll) {
+    setups.insert(setups.end(), sliced.begin(), sliced.end());
+    return setups;
+  }
   std::vector<Setup> few;
   for (size_t i = 0; i < others; i += 9) {
     if (num_pairs(setups[i].p) < 500) few.push_back(setups[i]);
+  }
+  for (const Setup& setup : sliced) {
+    if (setup.p.tokens == 90 && setup.output_slices == 3) few.push_back(setup);
   }
   // Of the wide products, so many experts that a CTA has several tasks, each of two stages.
   const int experts = extent == Extent::kRaces ? 24 : 256;
@@ -362,7 +392,7 @@ int check(Extent extent) {
   const std::vector<Setup> setups = all_setups(extent);
   for (size_t i = 0; i < setups.size(); ++i) {
     const Setup& setup = setups[i];
-    const std::string fault = fault_of(setup, static_cast<uint32_t>(i), &rounded);
+    const std::string fault = fault_of(setup, static_cast<uint32_t>(i), extent, &rounded);
     if (fault.empty()) continue;
     ++failures;
     std::cout << setup.p << ", " << kRoutings[static_cast<int>(setup.routing)]

@@ -40,7 +40,8 @@ struct Setup {
   bool has_nan;           // in x of token 1
   bool shares_act_scale;  // one for all experts
   int expert_offset;
-  int wide_rows = 0;  // of a tile of the wide products; 0: as chosen
+  int wide_rows = 0;      // of a tile of the wide products; 0: as chosen
+  int output_slices = 0;  // 0: as chosen
 };
 
 inline uint8_t to_fp8(float value) {

@@ -88,11 +88,15 @@ class LayerTiming {
         status = launch_gate_up(p_, config_, index, prepared_rows(p_, config_, a), a.weights,
                                 w.rows, overlaps, sms_, stream);
       }
-      if (status == cudaSuccess && stages > 2) {
-        status = launch_down(p_, config_, index, a.weights, w.rows, overlaps, sms_, stream);
-      }
-      if (status == cudaSuccess && stages > 3) {
-        status = launch_reduce(p_, config_, a, overlaps, stream);
+      for (int i = 0; i < config_.output_slices && stages > 2; ++i) {
+        const fused_moe::Slice slice = slice_of(p_, config_, i);
+        if (status == cudaSuccess) {
+          status =
+              launch_down(p_, config_, index, a.weights, w.rows, slice, overlaps, sms_, stream);
+        }
+        if (status == cudaSuccess && stages > 3) {
+          status = launch_reduce(p_, config_, a, slice, overlaps, stream);
+        }
       }
       return status;
     });
