@@ -368,7 +368,7 @@ std::vector<Setup> all_setups(Extent extent) {
     if (num_pairs(setups[i].p) < 500) few.push_back(setups[i]);
   }
   for (const Setup& setup : sliced) {
-    if (setup.p.tokens == 90 && setup.output_slices == 3) few.push_back(setup);
+    if (extent == Extent::kSmall && setup.p.tokens == 90) few.push_back(setup);
   }
   // Of the wide products, so many experts that a CTA has several tasks, each of two stages.
   const int experts = extent == Extent::kRaces ? 24 : 256;
