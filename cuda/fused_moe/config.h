@@ -69,7 +69,9 @@ struct Config {
   // The products for many rows an expert (wide.cuh): tiles of a multiple of 32 rows, up to 192, of
   // kBf16 256, and of kBlock a multiple of 64, with blocks of 128 rows.
   bool is_wide = false;
-  // Slices of the hidden axis (slice_of) that down writes and the reduction reads in turn.
+  // Slices of the hidden axis (slice_of) that down writes and the reduction reads in turn. None is
+  // empty. There is one of kBlock, whose scales come by way of the L1 cache, which is new only
+  // where a kernel waits for the one before; and of the wide products.
   int output_slices = 1;
   // The reduction lets the L2 cache forget the experts' outputs that it has read, where they are
   // whole lines, instead of writing them back to memory.
@@ -95,6 +97,12 @@ constexpr Slice slice_of(const Problem& p, const Config& c, int slice) {
   return {first, left < units * kSliceUnit ? left : units * kSliceUnit};
 }
 
+constexpr bool has_valid_slices(const Problem& p, const Config& c) {
+  const bool can_be_cut = p.format != Format::kBlock && !c.is_wide;
+  if (c.output_slices < 1 || (c.output_slices > 1 && !can_be_cut)) return false;
+  return slice_of(p, c, c.output_slices - 1).count > 0;
+}
+
 // A row is a (token, choice) pair whose expert lives on this rank. Rows are ordered by expert, and
 // within an expert by pair index token * top_k + choice, without gaps. A tile is up to
 // Config::tile_rows rows of one expert; all tiles of an expert but its last are full. Tiles are
@@ -115,8 +123,8 @@ constexpr int64_t max_tiles(const Problem& p, const Config& c) {
 }
 
 // Complete before gate-up, which waits for it. Down and the reduction read the index before they
-// wait for the kernel that precedes them: a kernel of the chain lets the next one start only after
-// its own wait, so what was written two kernels ago is complete.
+// wait for the kernel that precedes them: up to the first down a kernel of the chain lets the next
+// one start only after its own wait, so gate-up has ended when anything behind that down starts.
 struct Index {
   const Tile* tiles;     // [max_tiles], of which header[0] are written
   const int* header;     // {number of tiles, number of rows}, 8-byte aligned

@@ -1,7 +1,8 @@
 // outputs = down of the intermediate's rows, 64, 128 or of bf16 256 of the hidden values to a task.
 //
 // Weights and index do not depend on gate-up, which runs before: a CTA that finds room while
-// gate-up ends fills its ring with weights meanwhile. Only the intermediate's rows wait.
+// gate-up ends fills its ring with weights meanwhile. Only the intermediate's rows wait, and of a
+// later slice not even they.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -31,14 +32,14 @@ __device__ __forceinline__ Tasks tasks_of(const Slice& slice) {
   return Tasks(ceil_div(slice.count, Rows), slice.first / Rows);
 }
 
-// The index does not depend on gate-up either, and is read before. Of later slices the kernel
-// before is the reduction of another slice, which nothing here depends on: it starts when gate-up
-// has ended, and so do they.
+// By the rows' warp, which has read the index before. Down of a later slice follows the reduction
+// of another slice, which it does not depend on; and gate-up has ended, for the first down lets the
+// next kernel start only behind its wait.
 __device__ __forceinline__ void wait_for_act(const Slice& slice) {
   if (slice.first == 0) wait_for_previous_kernel();
   let_next_kernel_start();
 }
-// At the end, so that what waits for this kernel waits for the reductions before it, too.
+// At the end: what waits for this kernel then waits for all reductions before it, too.
 __device__ __forceinline__ void wait_for_reduction(const Slice& slice) {
   if (slice.first > 0) wait_for_previous_kernel();
 }

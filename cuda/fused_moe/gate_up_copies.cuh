@@ -110,7 +110,7 @@ class RowCopies {
   __device__ __forceinline__ int count_of(const Tile& tile) const {
     return (tile.rows - first_row_ + kRowsAtOnce - 1) / kRowsAtOnce;
   }
-  // Of the lane's row i: swizzled, so that the two or eight rows of a group differ.
+  // Of the lane's row i: swizzled, so that its rows of a group, one, two or eight, differ.
   __device__ __forceinline__ int place(int i) const {
     if constexpr (kHasPieces) return (place_[0] ^ (i * kUnit)) + i * kStageRow;
     if constexpr (kRowsAtOnce == kGroupRows) return place_[0] + i * kGroupBytes;

@@ -17,8 +17,8 @@ struct GateUpShape : SquareStageShape<format, TileRows * Pieces, TileRows,
                                       format == Format::kBlock ? TileRows + 4 : 0,
                                       gate_up_extra_bytes(Pieces, format)> {
   static constexpr int kTileRows = TileRows;
-  // One warp does not ask for 64 rows a stage as fast as the weights come. In blocks there are no
-  // registers for two.
+  // One warp does not ask for 64 rows a stage as fast as the weights come. In blocks, and
+  // for 128 rows, there are no registers for two.
   static constexpr int kRowWarps = TileRows == 64 && format != Format::kBlock ? 2 : 1;
   static constexpr int kThreads = (GateUpShape::kRowWarp + kRowWarps) * kWarpSize;
   static constexpr int kPieces = Pieces;

@@ -14,9 +14,10 @@ cudaError_t launch_gate_up(const Problem& problem, const Config& config, const I
                            const TokenRows& x, const Weights& weights, const RowBuffers& rows,
                            bool overlaps_previous, int num_sms, cudaStream_t stream);
 
-// outputs[row] = down(act[row]), of a slice of the hidden axis. The kernel before this one must be
-// gate-up, or behind it the reduction of the slice before: of all else that was written in the
-// chain, down reads the index, before it waits.
+// outputs[row] = down(act[row]), of a slice of the hidden axis. The kernel before is gate-up, or
+// for a later slice the reduction of the slice before. Down reads the index before it waits, and
+// for a later slice waits at its end alone: everything between it and gate-up must have started
+// behind gate-up's end.
 cudaError_t launch_down(const Problem& problem, const Config& config, const Index& index,
                         const Weights& weights, const RowBuffers& rows, const Slice& slice,
                         bool overlaps_previous, int num_sms, cudaStream_t stream);

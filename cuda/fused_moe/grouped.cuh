@@ -2,10 +2,10 @@
 // product of a stage.
 //
 // Weights are the 64 rows of the tensor cores' product, tokens its columns, so that few tokens
-// waste little. One warp copies weights, one the rows of tokens, and one, two or of bf16 four
-// warpgroups multiply, each 64 weight rows of its own. With small tiles several CTAs share an SM,
-// and while one ends a task, the others' copies are under way. A CTA's ring runs on across its
-// tasks.
+// waste little. One warp copies weights, one, or two of gate-up with tiles of 64 rows, the rows of
+// tokens, and one, two or of bf16 four warpgroups multiply, each 64 weight rows of its own. With
+// small tiles several CTAs share an SM, and while one ends a task, the others' copies are under
+// way. A CTA's ring runs on across its tasks.
 #pragma once
 
 #include "common/launch.h"
@@ -25,9 +25,10 @@ constexpr int kGroupWarps = kWarpgroup / kWarpSize;
 constexpr int kStageValues = kStageRow;                // of e4m3; of bf16 there are half as many
 constexpr int kWeightBytes = kWeightRows * kStageRow;  // of a warpgroup
 
-// What the consumers need to know of a task comes with its first stage, a note by the rows' warp:
-// its tile, and up to four scales. Loads of their own they would have to wait for before the next
-// product, for ptxas lets none be under way then: that was a third to a half of their time in down.
+// What the consumers need to know of a task comes with its first stage, a note by a thread that
+// copies rows: its tile, and up to four scales. Loads of their own they would have to wait for
+// before the next product, for ptxas lets none be under way then: that was a third to a half of
+// their time in down.
 constexpr int kNoteBytes = int{sizeof(Tile) + sizeof(float4)};
 
 // Groups: warpgroups that multiply. Scales: floats that come with a stage. ExtraBytes: what the

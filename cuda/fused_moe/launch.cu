@@ -131,6 +131,7 @@ cudaError_t launch_reduce(const Problem& problem, const Config& config, const Ar
 
 cudaError_t launch(const Problem& problem, const Config& config, const Arrays& arrays,
                    bool overlaps, int num_sms, cudaStream_t stream) {
+  if (!has_valid_slices(problem, config)) return cudaErrorInvalidValue;
   const Workspace& w = arrays.workspace;
   const Index index{w.tiles, w.header, w.row_token, arrays.topk_ids, arrays.expert_offset};
   const TokenRows x = prepared_rows(problem, config, arrays);
@@ -141,12 +142,10 @@ cudaError_t launch(const Problem& problem, const Config& config, const Arrays& a
     status = launch_gate_up(problem, config, index, x, arrays.weights, w.rows, overlaps, num_sms,
                             stream);
   }
-  for (int i = 0; i < config.output_slices; ++i) {
+  for (int i = 0; status == cudaSuccess && i < config.output_slices; ++i) {
     const Slice slice = slice_of(problem, config, i);
-    if (status == cudaSuccess) {
-      status = launch_down(problem, config, index, arrays.weights, w.rows, slice, overlaps, num_sms,
-                           stream);
-    }
+    status = launch_down(problem, config, index, arrays.weights, w.rows, slice, overlaps, num_sms,
+                         stream);
     if (status == cudaSuccess) {
       status = launch_reduce(problem, config, arrays, slice, overlaps, stream);
     }

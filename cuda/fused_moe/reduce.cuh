@@ -104,10 +104,11 @@ struct Outputs<true> {
 };
 
 // Grid: tokens, then columns of the slice. What the index holds was written before gate-up, which
-// has ended when any down kernel lets the next one start: so it is there before this kernel's wait,
-// in the L2 cache, past an L1 that may hold what an earlier call left. Down of another slice does
-// not depend on this one, and may start at once. kAtOnce choices are under way
-// together: of float32 they need registers for fewer CTAs than the compiler would aim at.
+// has ended when the first down lets the next kernel start: so it is there before this kernel's
+// wait, in the L2 cache, past an L1 that may hold what an earlier call left. The next slice's down
+// does not depend on this kernel, and may start at once; what follows the call is an ordinary
+// launch. kAtOnce choices are under way together: of float32 they need registers for fewer CTAs
+// than the compiler would aim at.
 //
 // The L2 cache would write outputs that nobody reads again back to memory, while later kernels read
 // weights; so where they are whole lines (`discards`) it is told to forget what has been read. Of

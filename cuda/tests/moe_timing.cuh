@@ -77,7 +77,7 @@ class LayerTiming {
     require(cudaDeviceSynchronize(), "filling");
   }
 
-  // Of the first `stages` of four.
+  // Of the first `stages` of four. Without reductions the slices of down follow each other.
   double microseconds(int stages, bool overlaps) {
     return time_in_graph(kCalls, [&](int call, cudaStream_t stream) {
       const fused_moe::Arrays a = arrays(call);
@@ -88,12 +88,10 @@ class LayerTiming {
         status = launch_gate_up(p_, config_, index, prepared_rows(p_, config_, a), a.weights,
                                 w.rows, overlaps, sms_, stream);
       }
-      for (int i = 0; i < config_.output_slices && stages > 2; ++i) {
+      const int slices = stages > 2 ? config_.output_slices : 0;
+      for (int i = 0; status == cudaSuccess && i < slices; ++i) {
         const fused_moe::Slice slice = slice_of(p_, config_, i);
-        if (status == cudaSuccess) {
-          status =
-              launch_down(p_, config_, index, a.weights, w.rows, slice, overlaps, sms_, stream);
-        }
+        status = launch_down(p_, config_, index, a.weights, w.rows, slice, overlaps, sms_, stream);
         if (status == cudaSuccess && stages > 3) {
           status = launch_reduce(p_, config_, a, slice, overlaps, stream);
         }
