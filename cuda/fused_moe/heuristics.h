@@ -123,8 +123,8 @@ inline int64_t outputs_bytes(const Problem& p) {
 
 // Slices of 32 MiB at most, and four at least, so that the L2 cache, of 50 MB, keeps what down
 // writes of one until the reduction has read it: of 67 MB two slices gain little. One where a unit
-// of all rows is more than that, and below 64 MiB, where slices gain nothing (192 x 192, per tensor,
-// T = 512: 127 one, 128 two).
+// of all rows is more than that, and below 64 MiB, where slices gain nothing (192 x 192, per
+// tensor, T = 512: 127 one, 128 two).
 //
 // Measured on an H200, the whole call in us, 4096 hidden values, 8 choices, cold weights, one slice
 // / as chosen here:
