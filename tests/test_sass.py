@@ -96,8 +96,8 @@ STACK = {
     ("prefill_kernel", "Fp8CacheELi64EE"): 8,
     # The warp that copies 128 rows of tokens: a value, once a task.
     ("gate_up_kernel", "ILi128ELi1ELNS0_6FormatE0EE"): 8,
-    # Three CTAs of seven warps, which take the registers of eight, so that a thread has 80: a value
-    # that a task's results need.
+    # Three CTAs of seven warps, which take the registers of eight, so that a thread has 80: one
+    # value that a task's results need.
     ("gate_up_kernel", "ILi64ELi1ELNS0_6FormatE0EE"): 8,
 }
 
